@@ -33,6 +33,9 @@ class PeerLink:
         self.cipher = ""  # from the peer's Welcome
         self.rooms: dict[str, ReceiverRoom] = {}  # in the order of their turns
         self.idle_since = now
+        self.progressed_at = now  # blocks of some room came, for which the others wait
+        self._to_pull: dict[str, ReceiverRoom] = {}  # the rooms that may have blocks to pull
+        self._num_opened = 0
         self._hello = hello
         self._default_window = self._window = window
         self._run_blocks = 1
@@ -44,6 +47,21 @@ class PeerLink:
     def __repr__(self) -> str:
         state = "greeted" if self.layout else "greeting"
         return f"PeerLink({self.endpoint} {state} rooms={len(self.rooms)} in_flight={self.num_in_flight})"
+
+    def add(self, room: ReceiverRoom) -> None:
+        """Opens a room, behind all others."""
+        self.rooms[room.request.room] = room
+        room.turn, self._num_opened = self._num_opened, self._num_opened + 1
+
+    def remove(self, room: ReceiverRoom, now: float) -> None:
+        """Ends a room."""
+        del self.rooms[room.request.room]
+        self._to_pull.pop(room.request.room, None)
+        self.idle_since = now
+
+    def may_pull(self, room: ReceiverRoom) -> None:
+        """Notes that more blocks of an open room are ready than before."""
+        self._to_pull[room.request.room] = room
 
     @property
     def num_in_flight(self) -> int:
@@ -182,20 +200,29 @@ class PeerLink:
         On a slow link, turns would make all rooms late together; in order of age the last room ends no later.
         """
         pulls: list[SendMessage] = []
-        if not any(room.num_to_pull for room in self.rooms.values()):
-            return pulls
-        for _ in range(self._window - self.num_pulls):
-            room = next((r for r in self.rooms.values() if r.num_to_pull), None)
-            if room is None:
-                break
-            if not room.in_flight:
-                room.heard_at = now
-                room.lease.renew(now)
-            first, count = room.next_block, min(self._run_blocks, room.num_to_pull)
-            room.in_flight.update(dict.fromkeys(range(first, first + count), InFlight(now)))
-            pulls.append(self._pull(room, first, count))
-            room.pulled(count)
+        num_left = self._window - self.num_pulls if self._to_pull else 0
+        for room in sorted(self._to_pull.values(), key=_turn_of):  # most rooms wait for their forward
+            while room.num_to_pull:
+                if num_left <= 0:
+                    return pulls
+                if not room.in_flight:
+                    room.heard_at = now
+                    room.lease.renew(now)
+                first, count = room.next_block, min(self._run_blocks, room.num_to_pull)
+                room.in_flight.update(dict.fromkeys(range(first, first + count), InFlight(now)))
+                pulls.append(self._pull(room, first, count))
+                room.pulled(count)
+                num_left -= 1
+            del self._to_pull[room.request.room]
         return pulls
+
+    def lease_end(self, room: ReceiverRoom, lease_s: float) -> float:
+        """Monotonic time at which a room counts as stuck. One that waits for its turn is not, while others
+        progress.
+        """
+        if room.in_flight:
+            return room.lease.ends_at
+        return max(room.lease.ends_at, self.progressed_at + lease_s)
 
     def repull(self, room: ReceiverRoom, block: int, now: float, count: int = 1) -> SendMessage:
         """Asks for the blocks [block, block + count), all in flight, once more."""
@@ -237,6 +264,10 @@ class PeerLink:
             room=request.room, epoch=request.epoch, instance=self._hello.instance, block=block, count=count
         )
         return SendMessage(self.endpoint, pull)
+
+
+def _turn_of(room: ReceiverRoom) -> int:
+    return room.turn
 
 
 def runs_in_flight(room: ReceiverRoom) -> list[tuple[int, int]]:

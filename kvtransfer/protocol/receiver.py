@@ -12,6 +12,7 @@
 A lease ends a room that makes no progress.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -96,6 +97,7 @@ class ReceiverSession:
         self._links: dict[Peer, PeerLink] = {}
         self._rooms: dict[str, dict[Peer, ReceiverRoom]] = {}  # the parts of each open room, by endpoint
         self._tombstones = Tombstones()
+        self._due_at: float | None = None  # nothing is due before; None: it has to be found
         self._hello = KVHello(
             instance=instance,
             protocol=PROTOCOL_MAJOR,
@@ -132,6 +134,7 @@ class ReceiverSession:
         before.
         """
         check_request(self.layout, request)
+        self._due_at = None
         effects: list[Effect] = []
         for old in self.parts_of(request.room)[:1]:
             if old.request.epoch >= request.epoch:
@@ -145,6 +148,7 @@ class ReceiverSession:
         parts = self.parts_of(room)
         if not parts or parts[0].request.epoch > epoch:
             return []
+        self._due_at = None
         effects = self._end(parts[0], reason, now)
         for part in parts:
             effects += self._links[part.peer].fill(now) if part.peer in self._links else []
@@ -152,6 +156,7 @@ class ReceiverSession:
 
     def close(self, now: float) -> list[Effect]:
         """Ends all rooms and links; returns the Aborts as effects."""
+        self._due_at = None
         effects: list[Effect] = []
         for parts in list(self._rooms.values()):
             effects += self._end(next(iter(parts.values())), "decode stops", now)
@@ -166,6 +171,7 @@ class ReceiverSession:
         if link is None:
             self.counters.unexpected += 1
             return []
+        self._due_at = None
         link.heard(now)
         if isinstance(message, KVWelcome):
             return self._welcome(link, message, now)
@@ -224,7 +230,9 @@ class ReceiverSession:
         end = block.block + block.count
         is_new = block.block >= room.next_block and end <= room.stream.num_blocks
         if is_new and room.unasked.isdisjoint(range(block.block, end)):
+            self._due_at = None
             room.came_unasked(block.block, block.count, now)
+            link.may_pull(room)
 
     def comes_soon(self, peer: Peer, message: SlabSoon) -> bool:
         """Whether to wait for the first early run of a room. A room's attempt is waited for once."""
@@ -243,6 +251,7 @@ class ReceiverSession:
         room = link.rooms[block.room]
         stream = room.stream
         assert stream is not None
+        self._due_at = None
         link.heard(now)
         before = self._landed_tokens(block.room)
         count = count_of(block)
@@ -251,10 +260,8 @@ class ReceiverSession:
             room.num_shm_blocks += count
         room.num_device_blocks += count if is_device else 0
         room.num_nixl_blocks += count if is_nixl else 0
-        room.heard_at = now
-        for other in link.rooms.values():
-            if other is room or not other.in_flight:
-                other.lease.renew(now)  # the rooms that wait for their turn are not stuck
+        room.heard_at = link.progressed_at = now
+        room.lease.renew(now)
         self.counters.blocks += count
         self.counters.bytes += block.size
         effects: list[Effect] = []
@@ -269,6 +276,7 @@ class ReceiverSession:
         They are pulled again, or the room ends.
         """
         self.counters.digest_mismatches += 1
+        self._due_at = None
         link = self._links[peer]
         room = link.rooms[block.room]
         if room.in_flight[block.block].num_repulls < MAX_REPULLS:
@@ -286,6 +294,7 @@ class ReceiverSession:
         link = self._links.get(peer)
         if link is None or (not link.rooms and now >= link.idle_since + self._lease_s):
             return []  # an idle link greets again for a lease, because its last Release may be lost
+        self._due_at = None
         rooms = [room for room in link.rooms.values() if room.state is not ReceiverState.GREETING]
         self.counters.repulls += link.num_in_flight
         return [link.hello(now), *(question for room in rooms for question in link.ask_anew(room, now))]
@@ -293,22 +302,30 @@ class ReceiverSession:
     def tick(self, now: float) -> list[Effect]:
         """Ends overdue rooms and links, and repeats requests that got no answer."""
         effects: list[Effect] = []
+        due_at = self.next_deadline()
+        is_due = due_at is not None and now >= due_at
         for link in list(self._links.values()):
-            effects += self._tick_link(link, now)
+            effects += self._tick_link(link, now) if is_due else link.fill(now)
+        self._due_at = None if is_due else self._due_at
         self._tombstones.sweep(now)
         return effects
 
     def next_deadline(self) -> float | None:
         """Monotonic time of the next `tick` that has work; None without rooms and links."""
-        times: list[float] = []
+        if self._due_at is None:
+            self._due_at = self._earliest()
+        return None if self._due_at == math.inf else self._due_at
+
+    def _earliest(self) -> float:
+        times = [math.inf]
         for link in self._links.values():
             for room in link.rooms.values():
-                times += (room.lease.ends_at, link.ask_at(room))
+                times += (link.lease_end(room, self._lease_s), link.ask_at(room))
             if link.rooms:
                 times += [link.probe_at] if link.gone_at is None else [link.probe_at, link.gone_at]
             else:
                 times.append(link.ends_at(self._idle_link_s, self._lease_s))
-        return min(times, default=None)
+        return min(times)
 
     # --- parts ----------------------------------------------------------------------------------------------
 
@@ -327,7 +344,8 @@ class ReceiverSession:
         elif not link.rooms:
             link.heard(now)  # an idle link is not silent
         room = ReceiverRoom(request, Lease(self._lease_s, now), peer, rank, heard_at=now)
-        link.rooms[request.room] = self._rooms[request.room][peer] = room
+        self._rooms[request.room][peer] = room
+        link.add(room)
         if link.layout is not None:
             if link.instance == request.peer_instance:
                 effects += self._start(link, room, now)
@@ -374,8 +392,8 @@ class ReceiverSession:
         if request.room not in link.rooms:
             return effects  # another part was lost at once
         if sender.rank not in sources:  # it only knew the way
-            del link.rooms[request.room], self._rooms[request.room][link.endpoint]
-            link.idle_since = now
+            del self._rooms[request.room][link.endpoint]
+            link.remove(room, now)
             return effects
         room.stream = link.layout.stream(request.num_tokens, request.have)
         room.move(ReceiverState.ATTACHING)
@@ -406,6 +424,7 @@ class ReceiverSession:
         if is_news or not room.in_flight:
             room.lease.renew(now)  # with nothing to pull, an answering peer counts as progress
             room.heard_at = now  # a reminder must not postpone repeats of overdue blocks
+        link.may_pull(room)
         return [*self._finish_if_complete(room, now), *link.fill(now)]
 
     def _answer_stranger(
@@ -475,7 +494,7 @@ class ReceiverSession:
                 continue  # ended with a part of another link
             if is_gone:
                 effects += self._lose(room, "PeerLost", "prefill does not answer", now)
-            elif room.lease.is_over(now):
+            elif now >= link.lease_end(room, self._lease_s):
                 reason = f"no progress for {self._lease_s:g} s in state {room.state.value}"
                 effects += self._lose(room, "TransferTimeout", reason, now)
             elif now >= link.ask_at(room):
@@ -485,9 +504,8 @@ class ReceiverSession:
                 effects += questions
         if is_silent and not is_gone:
             effects.insert(0, link.hello(now))  # the answer also tells whether the process is still the same
-        if link.rooms:
-            effects += link.fill(now)
-        elif now >= link.ends_at(self._idle_link_s, self._lease_s):
+        effects += link.fill(now)
+        if not link.rooms and now >= link.ends_at(self._idle_link_s, self._lease_s):
             del self._links[link.endpoint]
             effects.append(CloseLink(link.endpoint))
         return effects
@@ -530,9 +548,7 @@ class ReceiverSession:
     def _close(self, room: ReceiverRoom, state: ReceiverState, now: float) -> None:
         """Ends a part on its link."""
         room.move(state)
-        link = self._links[room.peer]
-        del link.rooms[room.request.room]
-        link.idle_since = now
+        self._links[room.peer].remove(room, now)
 
     def _bury(self, request: PullRequest, reason: str, now: float, *, is_success: bool) -> None:
         self._tombstones.bury(request.room, request.epoch, is_success=is_success, reason=reason, now=now)

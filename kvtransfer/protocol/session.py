@@ -252,6 +252,7 @@ class ReceiverRoom:
     lease: Lease
     peer: Peer = ""
     rank: int | None = None
+    turn: int = 0  # place among the rooms of its link
     state: ReceiverState = ReceiverState.GREETING
     stream: RoomStream | None = None  # set by the handshake, which settles the layout
     tokens_ready: int = 0
