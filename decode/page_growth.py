@@ -17,7 +17,7 @@ up those behind its window first. So there are promises of window pages, too: of
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ..cluster.protocol.expected_output import expected_left
 from ..engine.kv.page_table import pages_for
@@ -28,6 +28,10 @@ from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder
 
 AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
+# Requests that need pages within so many steps take them with one that needs them now: telling the device of
+# pages costs the host as much for one request as for many. Where fewer pages than SPARE_PAGES a request are
+# free, nobody takes any before a step needs them.
+JOINED_STEPS, SPARE_PAGES = 8, 4
 
 
 class PageGrowth:
@@ -208,8 +212,28 @@ class PageGrowth:
                     retract(victim)
                 left_out.add(room.key if victim is None else victim.key)
         if grown:
+            grown += self._join(batch, {room.key for room in short})
             self._decoder.grow(grown)
         return [room for room in batch if room.key not in left_out]
+
+    def _join(
+        self, batch: Sequence[DecodeRoom], others: Collection[tuple[str, int]]
+    ) -> list[tuple[Request, int]]:
+        """Gives pages to rooms of `batch` but `others` that need them soon, while many are free.
+
+        Returns (request, pages before) of each.
+        """
+        grown: list[tuple[Request, int]] = []
+        num_spare = self._engine.cache.num_available - self.num_promised
+        if self._windows.is_on or num_spare < SPARE_PAGES * len(batch):
+            return grown
+        for room in batch:
+            steps = room.num_unread + 1 + JOINED_STEPS
+            is_due = len(room.request.output_ids) + steps * self._step_tokens > room.covered_output
+            held = len(room.request.pages)
+            if is_due and room.key not in others and self._take(room) and len(room.request.pages) > held:
+                grown.append((room.request, held))
+        return grown
 
     def _take(self, room: DecodeRoom) -> bool:
         request, cache = room.request, self._engine.cache

@@ -179,6 +179,8 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
             self.reach("decode:step")
         is_ahead = bool(batch) and self.in_flight.launch(batch)
         self.local.cache_computed(self._head_number)  # while the device computes
+        if self.news is not None:
+            self.news.work()
         if num_unread:
             self._read_step()
         elif batch and not is_ahead:

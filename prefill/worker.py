@@ -165,6 +165,8 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
             self._tell_underway(chunks)
         if chunks or due is None:
             self._cache_computed()  # while the device computes, or when nothing is left to do
+            if self.news is not None:
+                self.news.work()
         if due is not None:
             self._land(due)
         if self._launched is not None and not self.engine.launches_ahead:

@@ -29,6 +29,7 @@ from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 IDLE_WAIT_S = 0.2
 HAND_OVER_S = 0.0005  # longest wait of the computing thread for the link thread
 POLL_S = 0.00002
+COUNT_S = 0.1  # between two readings of the transport's counters in a busy thread
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
 
@@ -128,6 +129,7 @@ class WorkerLink:
         self._thread = threading.Thread(target=self._run, name="link", daemon=True)
         self.connected = False
         self.transport_counters: dict[str, float] = {}
+        self._count_at = 0.0
         self.heartbeat_s = 0.25  # as the router wants it
         self.clock = RunningClock(time.monotonic)
         self._turned_at = time.monotonic()
@@ -267,7 +269,8 @@ class WorkerLink:
         self._is_serving = False
         self.connected = any(control.connected for control in controls)
         self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)
-        self.transport_counters = transport.counters
+        if not ready or now >= self._count_at:  # they take as long as a short turn
+            self.transport_counters, self._count_at = transport.counters, now + COUNT_S
         routers.refresh()
 
     def _poller_for(self, pollables: list["zmq.Socket[bytes] | int"]) -> zmq.Poller:

@@ -4,6 +4,7 @@ from ..cluster.protocol.messages import HeldPrefixes
 from ..engine.kv.prefix_journal import PrefixJournal
 
 NEWS_PAGES = 2048  # pages in one message: 32 KiB
+PAGES_PER_STEP = 64  # a heartbeat that had to name all pages would delay a step by as much as the step takes
 
 
 class PrefixNews:
@@ -23,6 +24,10 @@ class PrefixNews:
     def asked(self) -> None:
         """A router has joined, or has missed something."""
         self.journal.restart()
+
+    def work(self) -> None:
+        """A part of what the next message takes. Call it while the device computes."""
+        self.journal.work(PAGES_PER_STEP)
 
     def take(self) -> HeldPrefixes | None:
         """The next message; None: there is nothing to tell."""

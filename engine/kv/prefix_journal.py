@@ -30,8 +30,9 @@ class JournalPart:
 class PrefixJournal:
     """The journal of `cache` and of the tiers below it, under the keys of `keys`.
 
-    Keys are computed when they are told, since most pages of a busy worker come with others at once. Pages
-    that leave are counted then too: they leave when a prompt waits for their memory.
+    Keys are computed later, since most pages of a busy worker come with others at once: by `work`, while the
+    device computes, and the rest when they are told. Pages that leave are counted then too: they leave when a
+    prompt waits for their memory.
     """
 
     def __init__(self, cache: PrefixCache, keys: PageKeys) -> None:
@@ -75,6 +76,13 @@ class PrefixJournal:
 
     # --- what is told ---------------------------------------------------------------------------------------
 
+    def work(self, limit: int) -> None:
+        """Does up to `limit` pages' part of what is left for the next call of `take`."""
+        if self._gone:
+            self._count_gone(limit)
+        if self._new:
+            self._name_new(limit)
+
     def restart(self) -> None:
         """Tell everything that is held anew."""
         self._count_gone()
@@ -114,8 +122,8 @@ class PrefixJournal:
             name = self._names[page] = name_of(self.keys.of_page(page), is_bare=self._cache.is_bare(page))
             self._count(name, 1)
 
-    def _count_gone(self) -> None:
-        gone, self._gone = self._gone, []
+    def _count_gone(self, limit: int | None = None) -> None:
+        gone, self._gone = self._gone[:limit], [] if limit is None else self._gone[limit:]
         for name in gone:
             self._count(name, -1)
 

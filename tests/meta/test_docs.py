@@ -35,7 +35,7 @@ SERVING = ("cluster", "decode", "deploy", "kvtransfer", "prefill", "router", "wo
 # How often something is looked at, or what an answer says: nothing happens to a room at its end.
 PACES = {
     "FOREVER_S", "PAUSE_S", "POLL_S", "READY_TIMEOUT_S", "STEP_S", "SWEEP_S", "TICK_S", "IDLE_WAIT_S",
-    "RETRY_S",
+    "RETRY_S", "COUNT_S",
     "MAX_RETRY_S", "RETRY_AFTER_S", "BUDGET_STEP_S", "TERM_AGAIN_S", "KILL_AFTER_S", "LAST_FRAMES_S",
     "TIMEOUT_S",
     "deploy.up.supervise.LAST_LINE_S", "deploy.up.supervise.WHY_S",

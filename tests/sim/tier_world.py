@@ -44,6 +44,8 @@ class JournalReader:
 
     def read(self, limit):
         """Takes one part in; False when there was none."""
+        if self.rng.random() < 0.5:
+            self.journal.work(self.rng.randint(1, 20))
         part = self.journal.take(limit)
         if part is None:
             return False

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ....kernels.step_glue import CAPACITY, DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
-from ...host_copy import arrays_to_device, to_device
+from ...host_copy import all_to_device, arrays_to_device, to_device
 from ...sampling.edits import LogitEdits, SamplingRow
 from ...sampling.tensors import SamplingTensors
 
@@ -93,6 +93,7 @@ class DeviceState:
         )  # temperature, top_p, min_p
         self._edits: LogitEdits | None = None
         self._wanted: torch.Tensor | None = None  # [S] int64: top logprobs asked for, -1 none
+        self._edited: set[int] = set()  # slots with logit edits; those of all others change nothing
         self._free = list(range(num_slots - 1, PAD_SLOT, -1))
 
     @property
@@ -146,22 +147,26 @@ class DeviceState:
         """
         rows = [each.row for each in joining]
         tensors = SamplingTensors.of([row.params for row in rows], self.vocab_size)
-        integers = torch.zeros((len(joining), PAGES + self.max_pages), dtype=torch.int64)
-        for row, j in zip(integers.numpy(), joining, strict=True):  # rows of a long context have many columns
+        integers = np.zeros((len(joining), PAGES + self.max_pages), dtype=np.int64)
+        for row, j in zip(integers, joining, strict=True):  # rows of a long context have many columns
             row[: DRAFT_ROW + 1] = (j.newest, j.length, j.remaining, j.capacity, j.draft_row)
             pages = j.pages[: self.max_pages]
             row[PAGES : PAGES + len(pages)] = pages
-        integers[:, SEED], integers[:, TOP_K], integers[:, IS_DRAWN] = (
-            tensors.seeds,
-            tensors.top_k,
-            tensors.is_drawn.long(),
-        )
+        for column, values in ((SEED, tensors.seeds), (TOP_K, tensors.top_k), (IS_DRAWN, tensors.is_drawn)):
+            integers[:, column] = values.numpy()
         reals = torch.stack((tensors.temperature, tensors.top_p, tensors.min_p), dim=1)
-        where = to_device(torch.tensor(slots, dtype=torch.int64), self.device)
-        self.integers.index_copy_(0, where, to_device(integers, self.device))
-        self._reals.index_copy_(0, where, to_device(reals, self.device))
-        if self._edits is not None or any(row.params.needs_edits for row in rows):
-            self._write_edits(slots, where, rows)
+        where, numbers, bits = arrays_to_device(
+            [np.array(slots, dtype=np.int64), integers, reals.view(torch.int64).numpy()], self.device
+        )
+        self.integers.index_copy_(0, where, numbers)
+        self._reals.index_copy_(0, where, bits.view(torch.float64))
+        written = {
+            slot: row
+            for slot, row in zip(slots, rows, strict=True)
+            if row.params.needs_edits or slot in self._edited
+        }
+        if written:
+            self._write_edits(list(written), list(written.values()))
         self.version += 1
 
     def append_pages(self, grown: Sequence[MorePages]) -> None:
@@ -251,21 +256,22 @@ class DeviceState:
         index = slots[:, None] * self.vocab_size + tokens
         seen.view(-1).index_add_(0, index.reshape(-1), is_emitted.reshape(-1).to(seen.dtype))
 
-    def _write_edits(self, slots: Sequence[int], where: torch.Tensor, rows: Sequence[SamplingRow]) -> None:
+    def _write_edits(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> None:
         made, needs_counts = LogitEdits.of(rows, self.vocab_size), any(r.params.needs_penalties for r in rows)
         old = self._edits
         needed, width = made.ids.shape[1], 0 if old is None else old.ids.shape[1]
         if old is None or needed > width or (needs_counts and old.seen is None):
             self.reserve_edits(max(2 * width, needed) if needed > width else width, has_counts=needs_counts)
         edits, missing = self.edits, self.edits.ids.shape[1] - needed
-        pairs = ((edits.ids, made.ids), (edits.values, made.values), (edits.until, made.until))
-        for into, part in pairs:
-            padded = torch.nn.functional.pad(part, (0, missing))
-            into.index_copy_(0, where, to_device(padded, self.device))
-        edits.penalties.index_copy_(0, where, to_device(made.penalties, self.device))
+        padded = [torch.nn.functional.pad(part, (0, missing)) for part in (made.ids, made.values, made.until)]
         wanted = torch.tensor([row.params.logprobs for row in rows], dtype=torch.int64)
         assert self._wanted is not None
-        self._wanted.index_copy_(0, where, to_device(wanted, self.device))
+        where, *parts = all_to_device([torch.tensor(slots), *padded, made.penalties, wanted], self.device)
+        into = (edits.ids, edits.values, edits.until, edits.penalties, self._wanted)
+        for target, part in zip(into, parts, strict=True):
+            target.index_copy_(0, where, part)
+        for slot, row in zip(slots, rows, strict=True):
+            (self._edited.add if row.params.needs_edits else self._edited.discard)(slot)
         counted = [i for i, row in enumerate(rows) if row.params.needs_penalties]
         if counted and made.seen is not None and edits.seen is not None:
             theirs = to_device(torch.tensor([slots[i] for i in counted]), self.device)

@@ -3,7 +3,7 @@
 import random
 from types import SimpleNamespace
 
-from baton.decode.page_growth import PageGrowth
+from baton.decode.page_growth import AHEAD_TOKENS, JOINED_STEPS, SPARE_PAGES, PageGrowth
 from baton.decode.queues import HOLD_ALL, DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from baton.engine.kv.pool import PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
@@ -11,7 +11,7 @@ from baton.engine.request import Request
 from baton.engine.request_windows import RequestWindows
 from baton.engine.sampling.params import SamplingParams
 
-PAGE, STEP, SPARE, CONTEXT = 4, 3, 2, 64
+PAGE, STEP, SPARE, CONTEXT = 4, 3, 2, 512
 GROWS = OutputClaim(expected=2)
 
 
@@ -161,3 +161,55 @@ def test_promises_are_what_is_expected_beyond_the_pages_held():
     assert world.growth.num_promised == before + 2, "five more are counted on, when all came"
     room.state = DecodeState.SETTLING
     assert world.growth.num_promised < before
+
+
+def grown(world: World) -> set[str]:
+    """The rooms of the last order to the device."""
+    found = {request.room for request, _ in world.told}
+    world.told.clear()
+    return found
+
+
+def test_rooms_that_need_pages_soon_take_them_with_one_that_needs_them_now():
+    world = World()
+    world.growth.ahead_tokens = 8
+    rooms = [world.room(most=200) for _ in range(3)]
+    needs = [world.growth.covered_output(room.request) - STEP for room in rooms]  # output at the last step
+    for room, behind in zip(rooms, (1, 0, -JOINED_STEPS * STEP), strict=True):
+        room.request.output_ids = [1] * int(needs[0] + behind)
+    assert world.cover() == rooms
+    assert grown(world) == {rooms[0].request.room, rooms[1].request.room}
+    held = [len(room.request.pages) for room in rooms]
+    assert world.cover() == rooms
+    assert not grown(world)
+    assert [len(room.request.pages) for room in rooms] == held
+
+
+def test_pages_that_others_may_need_are_taken_by_nobody_before_a_step_needs_them():
+    for num_left, is_joined in ((SPARE_PAGES * 2 + 8, True), (SPARE_PAGES * 2, False)):
+        world = World()
+        world.growth.ahead_tokens = 8
+        now, soon = world.room(claim=GROWS), world.room(claim=GROWS)
+        for room, behind in ((now, 1), (soon, 0)):
+            room.request.output_ids = [1] * int(room.covered_output - STEP + behind)
+        world.cache.alloc(world.cache.num_available - world.growth.num_promised - num_left)
+        before = len(soon.request.pages)
+        assert world.cover() == [now, soon]
+        assert (len(soon.request.pages) > before) == is_joined
+        assert not world.retracted
+
+
+def test_the_device_is_told_of_pages_every_few_steps_and_not_in_each_one():
+    rng = random.Random(5)
+    world = World(pages=4000)
+    world.growth.ahead_tokens = AHEAD_TOKENS
+    for _ in range(40):
+        room = world.room(prompt=rng.randint(4, 30), most=400)
+        room.request.output_ids = [1] * rng.randint(0, AHEAD_TOKENS)
+    num_orders = 0
+    for _ in range(50):
+        assert len(world.cover()) == 40
+        num_orders += bool(grown(world))
+        for room in world.queues:
+            room.request.output_ids = [1] * (len(room.request.output_ids) + rng.randint(1, STEP))
+    assert num_orders <= 50 // JOINED_STEPS + 2

@@ -107,6 +107,39 @@ def test_a_router_that_joins_costs_the_others_nothing_of_a_large_cache(monkeypat
     assert new.num_told == old.num_told == 35
 
 
+def test_what_a_worker_does_between_steps_is_told_as_if_it_had_done_nothing():
+    rng, told = random.Random(3), []
+    for works in (False, True):
+        cache, moves = PrefixCache(PageAllocator(60), SIZE), random.Random(7)
+        journal = PrefixJournal(cache, PageKeys(cache, "weights"))
+        parts = []
+        for _ in range(60):
+            tokens = [moves.randrange(3) for _ in range(SIZE * moves.randint(1, 6))]
+            pages = cache.alloc(len(tokens) // SIZE)
+            cache.insert(tokens, pages)
+            cache.allocator.release(pages)
+            for _ in range(rng.randint(0, 4) if works else 0):
+                journal.work(rng.randint(1, 3))
+            if moves.random() < 0.4 and (part := journal.take(100)) is not None:
+                parts.append((part.is_first, part.is_last, sorted(part.added), sorted(part.removed)))
+        told.append(parts)
+    assert told[0] == told[1]
+    assert sum(len(removed) for *_, removed in told[0]) > 20
+
+
+def test_no_step_names_more_than_its_part_of_the_pages():
+    cache = PrefixCache(PageAllocator(800), SIZE)
+    journal = PrefixJournal(cache, PageKeys(cache, "weights"))
+    news = PrefixNews(journal, WORKER)
+    cache.insert(list(range(SIZE * 700)), cache.alloc(700))
+    for num_left in range(
+        700 - prefix_news.PAGES_PER_STEP, -prefix_news.PAGES_PER_STEP, -prefix_news.PAGES_PER_STEP
+    ):
+        news.work()
+        assert len(journal._new) == max(0, num_left)
+    assert len(news.take().added) == 700 * NAME_BYTES
+
+
 def test_a_worker_that_never_told_anything_is_asked_after_a_while():
     seen = view()
     assert [seen.must_ask(now) for now in (5.0, 5.5, 6.0, 6.5, 7.0)] == [False, False, True, False, True]
