@@ -2,6 +2,7 @@
 
 import signal
 
+from baton.tests.faults.cluster import Late
 from baton.tests.faults.history import Promise
 from baton.tests.faults.rows import row
 from baton.tests.faults.rows_network import placed_again
@@ -151,7 +152,9 @@ def f79(scene: Scene) -> str:
     scene.promise = Promise(all_finish=True)
     calls = scene.traffic.wait(scene.traffic.start(*second))
     assert not placed_again(calls)
-    lost = scene.counted("prefill", "pull_misses_lost")
-    assert lost, "somebody pulled"
+    lost, late = (scene.counted("prefill", f"pull_misses_{why}") for why in ("lost", "late"))
+    assert lost or late, "somebody pulled"
     assert scene.counted("prefill", "pulled_tokens") == 0
+    if not lost:
+        raise Late("no block came while prefill had patience")
     return f"{told(scene, calls)}; {lost:g} pulls lost"
