@@ -212,7 +212,7 @@ class PageGrowth:
                     retract(victim)
                 left_out.add(room.key if victim is None else victim.key)
         if grown:
-            grown += self._join(batch, {room.key for room in short})
+            grown += self._join(batch, {room.key for room in short} | left_out)
             self._decoder.grow(grown)
         return [room for room in batch if room.key not in left_out]
 

@@ -213,3 +213,16 @@ def test_the_device_is_told_of_pages_every_few_steps_and_not_in_each_one():
         for room in world.queues:
             room.request.output_ids = [1] * (len(room.request.output_ids) + rng.randint(1, STEP))
     assert num_orders <= 50 // JOINED_STEPS + 2
+
+
+def test_a_room_that_has_just_given_its_pages_up_takes_none_with_the_others():
+    world = World()
+    world.growth.ahead_tokens = 8
+    now, victim = world.room(), world.room(prompt=200)
+    for room, behind in ((now, 1), (victim, 0)):
+        room.request.output_ids = [1] * int(room.covered_output - STEP + behind)
+    world.fill()
+    assert world.cover() == [now]
+    assert world.retracted == [victim]
+    assert world.cache.num_available >= SPARE_PAGES * 2, "enough for rooms that need pages soon"
+    assert grown(world) == {now.request.room}
