@@ -66,7 +66,7 @@ SEEDS = {
     "landed part of a pull": (0, 1, 2),
     "pulled pages are bare": (0, 3, 4, 8, 12, 13),
     "bare pages for those who take them": (0, 2, 3, 4, 5, 6),
-    "word of decode for bare pages": (1, 2, 3, 4, 5, 6),
+    "word of decode for bare pages": (10, 12, 14, 17, 19, 20),
     "question after a missed message": (0, 1, 2),
     "pages that are gone are told": (0, 1, 2),
     "grant against urgent rooms": (4, 5, 6, 9, 12, 15),
