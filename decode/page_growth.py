@@ -29,9 +29,8 @@ from .step_decoder import StepDecoder
 
 AHEAD_TOKENS = 32  # beyond the next step, so that a request takes pages in groups
 # Requests that need pages within so many steps take them with one that needs them now: telling the device of
-# pages costs the host as much for one request as for many. Where fewer pages than SPARE_PAGES a request are
-# free, nobody takes any before a step needs them.
-JOINED_STEPS, SPARE_PAGES = 8, 4
+# pages costs the host as much for one request as for many.
+JOINED_STEPS = 8
 
 
 class PageGrowth:
@@ -219,13 +218,15 @@ class PageGrowth:
     def _join(
         self, batch: Sequence[DecodeRoom], others: Collection[tuple[str, int]]
     ) -> list[tuple[Request, int]]:
-        """Gives pages to rooms of `batch` but `others` that need them soon, while many are free.
+        """Gives pages to rooms of `batch` but `others` that need them soon, if more are free beyond promises
+        than all of them could take.
 
         Returns (request, pages before) of each.
         """
         grown: list[tuple[Request, int]] = []
         num_spare = self._engine.cache.num_available - self.num_promised
-        if self._windows.is_on or num_spare < SPARE_PAGES * len(batch):
+        most = pages_for(self.ahead_tokens + JOINED_STEPS * self._step_tokens, self._engine.page_size) + 1
+        if self._windows.is_on or num_spare < most * len(batch):
             return grown
         for room in batch:
             steps = room.num_unread + 1 + JOINED_STEPS

@@ -5,9 +5,9 @@ addresses are plain numbers, so a span may lie in memory of another process that
 and sizes are multiples of `ALIGNMENT` bytes.
 
 A run is a sequence of spans with one digest: (first span, number of spans, chunks of its longest span, 0). A
-chunk is of `CHUNK` words at most. A few programs take the chunks of a run in turn: as many as keep the link
-or the memory busy, so that the other multiprocessors are left to the forward beside them, and few sums are to
-be read.
+chunk is of `CHUNK` words at most. A few programs take the chunks of a run in turn, as many as keep the link
+or the memory busy. So few sums are to be read, and a move over a link leaves most multiprocessors to the
+forward beside it.
 
 The digest of a run is the sum, modulo 2**32, of one mixed value per word. The value depends on the
 word and on its number in the run, so the order of the sum does not matter: both ends may cut the run into

@@ -38,7 +38,7 @@ SLAB_SETTING = Setting(
 )
 AUTO_CHUNK = -1  # 0 is taken: it asks for whole prompts
 DEVICE_SLAB_SETTING = Setting(
-    help="GPU memory for KV blocks to decode workers of this host, 768 MiB for each; auto: by the card",
+    help="GPU memory for KV blocks to decode workers of this host, 640 MiB for each; auto: by the card",
     unit="MiB",
     minimum=1,
     maximum=2**20,
@@ -519,7 +519,7 @@ class DecodeSettings(RoleConfig):
     prefix_slab_mb: int = setting(
         0,
         Setting(
-            help="GPU memory through which prefill workers of this host pull prefixes, 256 MiB for each; 0: "
+            help="GPU memory through which prefill workers of this host pull prefixes, 384 MiB for each; 0: "
             "prefixes take memory of the host",
             unit="MiB",
             minimum=0,

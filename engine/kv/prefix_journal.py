@@ -8,6 +8,7 @@ anew with everything that is held, for a reader that has missed something.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from .page_names import PageScheme, name_of
 from .prefix_cache import PrefixCache
@@ -117,7 +118,7 @@ class PrefixJournal:
 
     def _name_new(self, limit: int) -> None:
         """Names the next pages of the pool."""
-        for page in list(self._new)[:limit] if len(self._new) > limit else list(self._new):
+        for page in list(islice(self._new, limit)):
             del self._new[page]
             name = self._names[page] = name_of(self.keys.of_page(page), is_bare=self._cache.is_bare(page))
             self._count(name, 1)

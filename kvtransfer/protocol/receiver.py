@@ -238,10 +238,10 @@ class ReceiverSession:
         """Whether to wait for the first early run of a room. A room's attempt is waited for once."""
         link = self._links.get(peer)
         room = link.rooms.get(message.room) if link is not None else None
-        if room is None or room.stream is None or room.request.epoch != message.epoch or room.is_due:
+        if room is None or room.stream is None or room.request.epoch != message.epoch or room.is_awaited:
             return False
-        room.is_due = room.request.peer_instance == message.instance
-        return room.is_due
+        room.is_awaited = room.request.peer_instance == message.instance
+        return room.is_awaited
 
     def landed(
         self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False, is_nixl: bool = False

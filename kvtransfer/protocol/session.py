@@ -259,7 +259,7 @@ class ReceiverRoom:
     first_token: int | None = None
     announced_at: float | None = None
     ready_at: float | None = None  # time at which the last announced tokens were ready
-    is_due: bool = False  # prefill has said that an early run comes at once
+    is_awaited: bool = False  # prefill has said that an early run comes at once
     unasked_at: float | None = None  # arrival of the first early run of these tokens
     heard_at: float = 0.0  # time of the peer's last message about this room, or of our last question
     next_block: int = 0
@@ -319,6 +319,8 @@ class ReceiverRoom:
     def came_unasked(self, block: int, count: int, now: float) -> None:
         """Blocks from `next_block` on came before they were pulled; they are in flight from `now` on."""
         run = range(block, block + count)
+        if not self.in_flight:
+            self.lease.renew(now)
         self.in_flight.update(dict.fromkeys(run, InFlight(now, is_unasked=True)))
         self.unasked_at = now if self.unasked_at is None else self.unasked_at
         if block == self.next_block:

@@ -43,13 +43,13 @@ logger = logging.getLogger(__name__)
 DEVICE_SLAB_BYTES = 1 << 30  # limit of all device slabs of a prefill worker together
 SLAB_FLAG = "--device-slab-mb"
 SLOT_BYTES = 64 << 20  # largest slot: 32 pages of a model with 128 KiB per token
-DEVICE_WINDOW = 8  # slots that are filled or read at a time, so that neither end waits for the other
+DEVICE_WINDOW = 6  # slots that are filled or read at a time, so that neither end waits for the other
 FIRST_SLOTS, WHOLE_SLOTS = 1, 3  # a longer run goes in two parts; decode reads the first during the second
 EARLY_SLOTS = 4  # for what goes unasked: 256 MiB, of a prompt's last forward
 RUNS_PER_MOVE = 2  # of prefill: decode reads these runs while the next ones are gathered
 NEWS_S = 2e-5  # between two looks for messages while a move is under way
 SPIN_S = 0.001  # a move takes less; one that waits for a forward is polled at this pace
-SOON_S = 3e-4  # longest wait of decode for a SlabBlock that was announced
+SOON_S = 0.001  # longest wait of decode for a SlabBlock that was announced; it comes after some 0.1 ms
 
 
 def device_of(planes: Planes, layout: KVLayout) -> Device | None:

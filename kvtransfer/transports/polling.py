@@ -50,7 +50,9 @@ class Polling(Endpoint[Queued]):
 
     @abstractmethod
     def _turn(self) -> None:
-        """Reads the messages that arrived and does the work that is due, without waiting."""
+        """Reads the messages that arrived and does the work that is due. It waits for nothing but blocks that
+        come at once.
+        """
 
     def _wires(self) -> list[tuple[Peer, UnixSocket]]:
         """The connections of slabs that carry frames."""

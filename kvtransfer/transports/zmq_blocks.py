@@ -13,6 +13,7 @@ prefill worker, and prefill accepts only keys of decode workers.
 """
 
 import logging
+import math
 import select
 import socket
 import time
@@ -373,9 +374,13 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
         self._is_gathering = True
         self._read_wires()  # first: the device is idle until the next runs are launched
         while (left := self._soon_until - self._clock()) > 0:
-            if not select.select([wire for _, wire in self._wires()], [], [], left)[0]:
-                break
-            self._read_wires()
+            poller = select.poll()  # `select` takes no descriptors above 1023
+            for _, wire in self._wires():
+                poller.register(wire, select.POLLIN)
+            if poller.poll(math.ceil(left * 1000)):
+                self._read_wires()
+            else:
+                self._soon_until = 0.0
         for peer, link in list(self._links.items()):
             self._turn_link(peer, link)
         self._is_gathering = False

@@ -105,7 +105,7 @@ class Pair(test_shm.Pair):
 
 @pytest.fixture
 def start(monkeypatch):
-    """Makes pairs whose small slots are for as many runs as those of a server are for bytes."""
+    """Makes pairs whose slots hold few blocks, with more of them than a server has."""
     monkeypatch.setattr("baton.kvtransfer.transports.shm.EARLY_SLOTS", 8)
     monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.WHOLE_SLOTS", 6)
     monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab.FIRST_SLOTS", 2)

@@ -1,6 +1,7 @@
 """Frames over the unix connection of a slab, between real endpoints in one process."""
 
 import socket
+from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -12,11 +13,10 @@ from baton.cluster.protocol.slab_messages import SlabBlock, SlabSoon
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice
 from baton.kvtransfer.transport import Complete, Offer, Planes, PullRequest, Released
-from baton.kvtransfer.transports.cuda_slab import SOON_S
 from baton.kvtransfer.transports.wire import received, sent
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
-P, D = "1" * 32, "2" * 32
+P, D, ROOM = "1" * 32, "2" * 32, "c" * 32
 ALL = ("cuda_slab", "shm", "zmq_blocks")
 LAYOUT = Layout(
     fingerprint="f",
@@ -173,53 +173,71 @@ def test_decode_is_woken_before_the_first_run_if_it_knows_the_message(ends, monk
     assert len(kinds) > is_known
 
 
-def test_decode_waits_for_the_run_that_was_announced_in_the_same_turn(ends, monkeypatch):
+class Wait:
+    """Takes the place of `select.poll`: notes each wait, and `then` happens in the first one."""
+
+    def __init__(self, then: Callable[[], None]) -> None:
+        self.waits: list[int] = []
+        self._then, self._num_wires = then, 0
+
+    def __call__(self) -> "Wait":
+        self._num_wires = 0
+        return self
+
+    def register(self, wire: socket.socket, events: int) -> None:
+        self._num_wires += 1
+
+    def poll(self, milliseconds: int) -> list[int]:
+        assert self._num_wires == 1
+        self.waits.append(milliseconds)
+        if len(self.waits) == 1:
+            self._then()
+        return [1] * bool(self._then is not nothing)
+
+
+def nothing() -> None:
+    """Nothing comes."""
+
+
+def ready_room(ends: Ends, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] | None) -> Wait:
+    """A room whose forward runs, at ends that know each other. By default it ends in decode's first wait."""
     ends.hand_over("a" * 32)
     ends.hand_over("b" * 32)
-    room = "c" * 32
-    ends.launch(room)
+    ends.launch(ROOM)
+    wait = Wait(then or (lambda: ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)))
+    monkeypatch.setattr("baton.kvtransfer.transports.zmq_blocks.select.poll", wait)
+    return wait
+
+
+def tell(ends: Ends, **soon: object) -> None:
     (peer,) = ends.sender._device_slabs._lanes
-    wire = ends.sender._device_slabs.wire(peer)
-    waits: list[float] = []
+    message = SlabSoon(**{"room": ROOM, "epoch": 0, "instance": P} | soon)
+    assert sent(ends.sender._device_slabs.wire(peer), encode(message))
 
-    def woken(read, write, broken, seconds):
-        waits.append(seconds)
-        if len(waits) == 1:
-            ends.sender.advance(room, 0, NUM_TOKENS, 7)
-        return read, write, broken
 
-    monkeypatch.setattr("baton.kvtransfer.transports.zmq_blocks.select.select", woken)
-    soon = SlabSoon(room=room, epoch=0, instance=P)
-    for _ in range(2):  # the second one is too many
-        assert sent(wire, encode(soon))
+def test_decode_waits_for_the_run_that_was_announced_in_the_same_turn(ends, monkeypatch):
+    wait = ready_room(ends, monkeypatch, None)
+    tell(ends)
     ends.receiver._turn()
-    assert len(waits) == 1
-    assert 0 < waits[0] <= SOON_S
+    assert wait.waits == [1]
     assert ends.receiver.counters["device_blocks"] > 0 or ends.receiver._landings
     ends.receiver._turn()
-    assert len(waits) == 1, "no other wait"
+    assert wait.waits == [1], "no other wait"
 
 
 @pytest.mark.parametrize("wrong", [{"room": "d" * 32}, {"epoch": 1}, {"instance": D}])
 def test_decode_waits_for_no_run_of_another_room_attempt_or_process(ends, monkeypatch, wrong):
-    ends.hand_over("a" * 32)
-    ends.hand_over("b" * 32)
-    room = "c" * 32
-    ends.launch(room)
-    (peer,) = ends.sender._device_slabs._lanes
-    waits: list[float] = []
-    monkeypatch.setattr(
-        "baton.kvtransfer.transports.zmq_blocks.select.select",
-        lambda *args: waits.append(args[-1]) or ([],) * 3,
-    )
-    right = {"room": room, "epoch": 0, "instance": P}
-    assert sent(ends.sender._device_slabs.wire(peer), encode(SlabSoon(**right | wrong)))
+    wait = ready_room(ends, monkeypatch, nothing)
+    tell(ends, **wrong)
     ends.receiver._turn()
-    assert waits == []
-    assert sent(ends.sender._device_slabs.wire(peer), encode(SlabSoon(**right)))
+    assert wait.waits == []
+    tell(ends)
     ends.receiver._turn()
-    assert len(waits) == 1, "nothing has come, and the turn goes on"
-    ends.sender.advance(room, 0, NUM_TOKENS, 7)
+    assert wait.waits == [1], "nothing has come, and the turn goes on"
+    tell(ends)
+    ends.receiver._turn()
+    assert wait.waits == [1], "an attempt is waited for once"
+    ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)
     for _ in range(100):
         ends.receiver.poll(0.005), ends.sender.poll(0.005)
     assert torch.equal(ends.target.flip(0), ends.source)
