@@ -223,7 +223,7 @@ class ReceiverSession:
         """
         link = self._links.get(peer)
         room = link.rooms.get(block.room) if link is not None else None
-        if room is None or room.stream is None or room.request.epoch != block.epoch:
+        if link is None or room is None or room.stream is None or room.request.epoch != block.epoch:
             return
         if room.request.peer_instance != block.instance:
             return
