@@ -170,7 +170,7 @@ def grown(world: World) -> set[str]:
     return found
 
 
-def test_rooms_that_need_pages_soon_take_them_with_one_that_needs_them_now():
+def test_rooms_that_need_pages_soon_take_them_with_one_that_is_short():
     world = World()
     world.growth.ahead_tokens = 8
     rooms = [world.room(most=200) for _ in range(3)]
@@ -185,7 +185,7 @@ def test_rooms_that_need_pages_soon_take_them_with_one_that_needs_them_now():
     assert [len(room.request.pages) for room in rooms] == held
 
 
-def test_pages_that_others_may_need_are_taken_by_nobody_before_a_step_needs_them():
+def test_pages_that_others_may_need_are_not_taken_early():
     for num_left, is_joined in ((40, True), (12, False)):
         world = World()
         world.growth.ahead_tokens = 8
@@ -215,7 +215,7 @@ def test_the_device_is_told_of_pages_every_few_steps_and_not_in_each_one():
     assert num_orders <= 50 // JOINED_STEPS + 2
 
 
-def test_a_room_that_has_just_given_its_pages_up_takes_none_with_the_others():
+def test_a_room_that_was_just_retracted_takes_no_pages_with_the_others():
     world = World()
     world.growth.ahead_tokens = 8
     now, victim = world.room(), world.room(prompt=200)

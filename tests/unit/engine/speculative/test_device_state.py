@@ -40,7 +40,7 @@ def joining(rng: random.Random) -> RequestInit:
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_slot_has_all_of_its_newest_request_and_nothing_of_an_earlier_one(seed: int):
+def test_a_slot_has_its_newest_request_and_nothing_of_an_earlier_one(seed: int):
     rng = random.Random(seed)
     state = DeviceState(6, MAX_PAGES, VOCAB, "cpu")
     if seed % 2:

@@ -8,7 +8,7 @@ from baton.kvtransfer.memory.cuda_device import CudaDevice, _Shape
 
 @pytest.mark.parametrize("num_fields", [SPAN_FIELDS, ROW_FIELDS])
 @pytest.mark.parametrize("num_spans", [1, 2, 5])
-def test_no_table_overlaps_another_and_each_begins_at_a_multiple_of_16_bytes(num_spans, num_fields):
+def test_tables_do_not_overlap_and_begin_at_multiples_of_16_bytes(num_spans, num_fields):
     shape = _Shape(num_spans, num_fields, num_runs=3, num_programs=7)
     assert shape.runs_at >= num_spans * num_fields
     assert shape.sums_at == shape.runs_at + 3 * RUN_FIELDS

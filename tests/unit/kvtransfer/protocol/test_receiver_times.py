@@ -60,7 +60,7 @@ class Scene:
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_the_next_time_is_never_late_and_no_room_with_blocks_to_pull_is_forgotten(seed: int):
+def test_no_due_time_is_late_and_no_room_with_blocks_to_pull_is_forgotten(seed: int):
     rng, scene = random.Random(seed), Scene(silence_s=0.7, idle_link_s=2.0)
     session = scene.session
     for _ in range(120):
@@ -93,7 +93,7 @@ def test_the_next_time_is_never_late_and_no_room_with_blocks_to_pull_is_forgotte
         assert link is None or set(link._to_pull) <= set(link.rooms)
 
 
-def test_a_room_whose_first_blocks_come_unasked_behind_others_is_not_stuck():
+def test_a_room_whose_first_blocks_come_unasked_is_not_stuck():
     scene = Scene(silence_s=100.0)
     first, second = scene.pull(), scene.pull()
     scene.announce(second, 0)
