@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from .move_spans import CHUNK, NUM_WARPS, TILE, _mixed, check_spans, mixed, words_at
+from .move_spans import CHUNK, NUM_WARPS, TILE, _mixed, is_table, mixed, words_at
 from .triton_jit import jit, tl
 
 DIGEST_FIELDS = 3
@@ -40,7 +40,7 @@ def digest_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> None:
     c: at least `num_chunks` of the longest span. Addresses and sizes are multiples of `ALIGNMENT` bytes. The
     tables may lie in pinned memory of the host. Raises ValueError for other shapes or dtypes.
     """
-    check_spans("digest_spans", spans, sums, DIGEST_FIELDS)
+    _check(spans, sums)
     _digest_spans_kernel[(spans.shape[0], sums.shape[1])](
         spans, sums, CHUNK=CHUNK, TILE=TILE, num_warps=NUM_WARPS
     )
@@ -48,7 +48,14 @@ def digest_spans_triton(spans: torch.Tensor, sums: torch.Tensor) -> None:
 
 def digest_spans_reference(spans: torch.Tensor, sums: torch.Tensor) -> None:
     """As `digest_spans_triton`, for addresses of the host's memory."""
-    check_spans("digest_spans", spans, sums, DIGEST_FIELDS)
+    _check(spans, sums)
     sums.zero_()
     for number, (address, num_words, first) in enumerate(spans.tolist()):
         sums[number, 0] = mixed(words_at(address, num_words), first)
+
+
+def _check(spans: torch.Tensor, sums: torch.Tensor) -> None:
+    if not (is_table(spans, DIGEST_FIELDS) and is_table(sums) and spans.shape[0] == sums.shape[0]):
+        given = f"{spans.dtype} {list(spans.shape)} and {sums.dtype} {list(sums.shape)}"
+        wanted = f"[n, {DIGEST_FIELDS}] and [n, c]"
+        raise ValueError(f"digest_spans: spans and sums are int64 {wanted}, not {given}")

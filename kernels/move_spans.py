@@ -124,30 +124,21 @@ def check_runs(
     `spans` are int64 `[n, num_fields]`, `runs` int64 `[r, 4]` and `sums` int64 `[r, p]`. `name`: the
     operation that they are for.
     """
-    tables, widths = (spans, runs, sums), (num_fields, RUN_FIELDS, None)
-    fits = all(
-        table.dim() == 2
-        and table.dtype == torch.int64
-        and table.is_contiguous()
-        and width in (None, table.shape[-1])
-        for table, width in zip(tables, widths, strict=True)
-    )
+    fits = is_table(spans, num_fields) and is_table(runs, RUN_FIELDS) and is_table(sums)
     if not (fits and runs.shape[0] == sums.shape[0]):
-        given = ", ".join(f"{table.dtype} {list(table.shape)}" for table in tables)
+        given = ", ".join(f"{table.dtype} {list(table.shape)}" for table in (spans, runs, sums))
         wanted = f"[n, {num_fields}], [r, {RUN_FIELDS}] and [r, p]"
         raise ValueError(f"{name}: spans, runs and sums are int64 {wanted}, not {given}")
 
 
-def check_spans(name: str, spans: torch.Tensor, sums: torch.Tensor, num_fields: int) -> None:
-    """Raises ValueError unless `spans` is int64 `[n, num_fields]` and `sums` int64 `[n, c]`, both contiguous.
-
-    `name`: the operation that they are for.
-    """
-    fits = spans.dim() == sums.dim() == 2 and spans.shape == (sums.shape[0], num_fields)
-    is_right = {spans.dtype, sums.dtype} == {torch.int64} and spans.is_contiguous() and sums.is_contiguous()
-    if not (fits and is_right):
-        given = f"{spans.dtype} {list(spans.shape)} and {sums.dtype} {list(sums.shape)}"
-        raise ValueError(f"{name}: spans and sums are int64 [n, {num_fields}] and [n, c], not {given}")
+def is_table(table: torch.Tensor, num_fields: int | None = None) -> bool:
+    """Whether `table` is int64 `[n, num_fields]` and contiguous; `num_fields` None: any number."""
+    return (
+        table.dim() == 2
+        and table.dtype == torch.int64
+        and table.is_contiguous()
+        and num_fields in (None, table.shape[1])
+    )
 
 
 def mixed(words: torch.Tensor, first: int) -> int:

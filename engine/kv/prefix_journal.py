@@ -79,10 +79,8 @@ class PrefixJournal:
 
     def work(self, limit: int) -> None:
         """Does up to `limit` pages' part of what is left for the next call of `take`."""
-        if self._gone:
-            self._count_gone(limit)
-        if self._new:
-            self._name_new(limit)
+        self._count_gone(limit)
+        self._name_new(limit)
 
     def restart(self) -> None:
         """Tell everything that is held anew."""

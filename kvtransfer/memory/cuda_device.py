@@ -139,7 +139,7 @@ class _Table:
         """Writes spans and runs; `chunks`: of the longest span."""
         spans = self.numbers[: shape.num_spans * shape.num_fields].reshape(-1, shape.num_fields)
         if len(runs) == 1:
-            spans[:] = runs[0]
+            spans[:] = runs[0]  # the usual case, for which `concatenate` takes three times as long
         else:
             np.concatenate(runs, out=spans)
         self.numbers[shape.runs_at : shape.sums_at] = run_table([len(run) for run in runs], chunks)

@@ -97,7 +97,9 @@ class ReceiverSession:
         self._links: dict[Peer, PeerLink] = {}
         self._rooms: dict[str, dict[Peer, ReceiverRoom]] = {}  # the parts of each open room, by endpoint
         self._tombstones = Tombstones()
-        self._due_at: float | None = None  # nothing is due before; None: it has to be found
+        # Nothing is due before; None: it has to be found. Whatever happens to a room puts its times off, and
+        # only a new one brings earlier ones.
+        self._due_at: float | None = None
         self._hello = KVHello(
             instance=instance,
             protocol=PROTOCOL_MAJOR,
@@ -134,7 +136,6 @@ class ReceiverSession:
         before.
         """
         check_request(self.layout, request)
-        self._due_at = None
         effects: list[Effect] = []
         for old in self.parts_of(request.room)[:1]:
             if old.request.epoch >= request.epoch:
@@ -148,7 +149,6 @@ class ReceiverSession:
         parts = self.parts_of(room)
         if not parts or parts[0].request.epoch > epoch:
             return []
-        self._due_at = None
         effects = self._end(parts[0], reason, now)
         for part in parts:
             effects += self._links[part.peer].fill(now) if part.peer in self._links else []
@@ -156,7 +156,6 @@ class ReceiverSession:
 
     def close(self, now: float) -> list[Effect]:
         """Ends all rooms and links; returns the Aborts as effects."""
-        self._due_at = None
         effects: list[Effect] = []
         for parts in list(self._rooms.values()):
             effects += self._end(next(iter(parts.values())), "decode stops", now)
@@ -171,7 +170,6 @@ class ReceiverSession:
         if link is None:
             self.counters.unexpected += 1
             return []
-        self._due_at = None
         link.heard(now)
         if isinstance(message, KVWelcome):
             return self._welcome(link, message, now)
@@ -230,7 +228,6 @@ class ReceiverSession:
         end = block.block + block.count
         is_new = block.block >= room.next_block and end <= room.stream.num_blocks
         if is_new and room.unasked.isdisjoint(range(block.block, end)):
-            self._due_at = None
             room.came_unasked(block.block, block.count, now)
             link.may_pull(room)
 
@@ -251,7 +248,6 @@ class ReceiverSession:
         room = link.rooms[block.room]
         stream = room.stream
         assert stream is not None
-        self._due_at = None
         link.heard(now)
         before = self._landed_tokens(block.room)
         count = count_of(block)
@@ -276,7 +272,6 @@ class ReceiverSession:
         They are pulled again, or the room ends.
         """
         self.counters.digest_mismatches += 1
-        self._due_at = None
         link = self._links[peer]
         room = link.rooms[block.room]
         if room.in_flight[block.block].num_repulls < MAX_REPULLS:
@@ -294,7 +289,6 @@ class ReceiverSession:
         link = self._links.get(peer)
         if link is None or (not link.rooms and now >= link.idle_since + self._lease_s):
             return []  # an idle link greets again for a lease, because its last Release may be lost
-        self._due_at = None
         rooms = [room for room in link.rooms.values() if room.state is not ReceiverState.GREETING]
         self.counters.repulls += link.num_in_flight
         return [link.hello(now), *(question for room in rooms for question in link.ask_anew(room, now))]
@@ -306,12 +300,13 @@ class ReceiverSession:
         is_due = due_at is not None and now >= due_at
         for link in list(self._links.values()):
             effects += self._tick_link(link, now) if is_due else link.fill(now)
-        self._due_at = None if is_due else self._due_at
+        if is_due:
+            self._due_at = None
         self._tombstones.sweep(now)
         return effects
 
     def next_deadline(self) -> float | None:
-        """Monotonic time of the next `tick` that has work; None without rooms and links."""
+        """Monotonic time before which no `tick` has work; None without rooms and links."""
         if self._due_at is None:
             self._due_at = self._earliest()
         return None if self._due_at == math.inf else self._due_at
@@ -343,6 +338,7 @@ class ReceiverSession:
             effects.append(link.hello(now))
         elif not link.rooms:
             link.heard(now)  # an idle link is not silent
+        self._due_at = None
         room = ReceiverRoom(request, Lease(self._lease_s, now), peer, rank, heard_at=now)
         self._rooms[request.room][peer] = room
         link.add(room)

@@ -373,14 +373,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
     def _turn(self) -> None:
         self._is_gathering = True
         self._read_wires()  # first: the device is idle until the next runs are launched
-        while (left := self._soon_until - self._clock()) > 0:
-            poller = select.poll()  # `select` takes no descriptors above 1023
-            for _, wire in self._wires():
-                poller.register(wire, select.POLLIN)
-            if poller.poll(math.ceil(left * 1000)):
-                self._read_wires()
-            else:
-                self._soon_until = 0.0
+        self._await_run()
         for peer, link in list(self._links.items()):
             self._turn_link(peer, link)
         self._is_gathering = False
@@ -392,6 +385,17 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
             self._fall_back(peer)
         if self._is_open:
             self._work()
+
+    def _await_run(self) -> None:
+        """Waits for the run that prefill has announced, if it has."""
+        while (left := self._soon_until - self._clock()) > 0:
+            poller = select.poll()  # `select` takes no descriptors above 1023
+            for _, wire in self._wires():
+                poller.register(wire, select.POLLIN)
+            if poller.poll(math.ceil(left * 1000)):
+                self._read_wires()
+            else:
+                self._soon_until = 0.0
 
     def _turn_link(self, peer: Peer, link: Socket) -> None:
         for number in a_few(self._clock):

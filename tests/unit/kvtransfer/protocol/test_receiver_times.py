@@ -3,26 +3,25 @@
 import random
 
 import pytest
-from baton.cluster.protocol import messages as m
 from baton.cluster.protocol.slab_messages import SlabBlock
-from baton.kvtransfer.protocol.receiver import ReceiverSession
-from baton.kvtransfer.transport import PullRequest
+from baton.tests.unit.kvtransfer.protocol.test_receiver import (
+    LAYOUT,
+    P,
+    announce,
+    new_session,
+    request,
+    welcome,
+)
 
-P, D = "1" * 32, "2" * 32
-LAYOUT = m.Layout(
-    fingerprint="f",
-    dtype="bfloat16",
-    page_size=4,
-    num_layers=2,
-    num_kv_heads=1,
-    head_dim=128,
-    block_bytes=4096,
-)  # pages of 4 KiB
-NUM_TOKENS, LEASE_S = 24, 5.0
+NUM_TOKENS, NUM_BLOCKS, LEASE_S = 24, 6, 5.0
 
 
-def room_id(number: int) -> str:
-    return f"{number:032x}"
+def block(room: str, first: int, count: int) -> SlabBlock:
+    size = LAYOUT.block_bytes * count
+    return SlabBlock(
+        room=room, epoch=0, instance=P, block=first, size=size, digest=0, slab="3" * 32, slot=0,
+        lease_ms=1000, count=count,
+    )  # fmt: skip
 
 
 class Scene:
@@ -30,33 +29,22 @@ class Scene:
 
     def __init__(self, **settings: float) -> None:
         self.now, self.num = 0.0, 0
-        self.session = ReceiverSession(D, LAYOUT, window=3, lease_s=LEASE_S, **settings)
+        self.session = new_session(window=3, lease_s=LEASE_S, **settings)
 
     def pull(self) -> str:
         self.num += 1
-        request = PullRequest(
-            room=room_id(self.num), epoch=0, num_tokens=NUM_TOKENS, have=0, pages=tuple(range(6)),
-            features=None, endpoint="p", peer_instance=P,
-        )  # fmt: skip
-        self.session.pull(request, self.now)
-        self.session.receive("p", m.KVWelcome(instance=P, layout=LAYOUT, cipher="crc32c"), self.now)
-        return request.room
+        room, is_first = f"{self.num:032x}", self.session.link_of("p") is None
+        self.session.pull(request(room, num_tokens=NUM_TOKENS), self.now)
+        if is_first:
+            welcome(self.session, now=self.now)
+        return room
 
     def announce(self, room: str, tokens: int) -> None:
-        final = tokens == NUM_TOKENS
-        said = m.Announce(
-            room=room, epoch=0, instance=P, tokens_ready=tokens, final=final, first_token=1 if final else 0
-        )
-        self.session.receive("p", said, self.now)
+        first = 1 if tokens == NUM_TOKENS else None
+        self.session.receive("p", announce(tokens, first, room), self.now)
 
-    def block(self, room: str, block: int, count: int) -> SlabBlock:
-        return SlabBlock(
-            room=room, epoch=0, instance=P, block=block, size=4096 * count, digest=0, slab="3" * 32, slot=0,
-            lease_ms=1000, count=count,
-        )  # fmt: skip
-
-    def land(self, room: str, block: int, count: int = 1) -> None:
-        self.session.landed("p", self.block(room, block, count), self.now, is_device=True)
+    def land(self, room: str, number: int) -> None:
+        self.session.landed("p", block(room, number, 1), self.now, is_device=True)
 
 
 @pytest.mark.parametrize("seed", range(60))
@@ -74,8 +62,8 @@ def test_no_due_time_is_late_and_no_room_with_blocks_to_pull_is_forgotten(seed: 
             case 2 if part is not None and part.first_token is None:
                 scene.announce(part.request.room, rng.choice([8, 16, NUM_TOKENS]))
             case 3 if part is not None:
-                first = rng.randrange(6)
-                unasked = scene.block(part.request.room, first, rng.randint(1, 6 - first))
+                first = rng.randrange(NUM_BLOCKS)
+                unasked = block(part.request.room, first, rng.randint(1, NUM_BLOCKS - first))
                 session.came_unasked("p", unasked, scene.now)
             case 4 if part is not None and part.in_flight:
                 scene.land(part.request.room, rng.choice(list(part.in_flight)))
@@ -101,6 +89,6 @@ def test_a_room_whose_first_blocks_come_unasked_is_not_stuck():
     for scene.now in (3.0, 6.0):
         scene.land(first, min(scene.session.link_of("p").rooms[first].in_flight))
     scene.now = 6.1
-    scene.session.came_unasked("p", scene.block(second, 0, 6), scene.now)
+    scene.session.came_unasked("p", block(second, 0, NUM_BLOCKS), scene.now)
     assert not [effect for effect in scene.session.tick(scene.now) if "Lost" in repr(effect)]
     assert scene.session.link_of("p").rooms[second].lease.ends_at == scene.now + LEASE_S

@@ -1,7 +1,6 @@
 """Frames over the unix connection of a slab, between real endpoints in one process."""
 
 import socket
-from collections.abc import Callable
 
 import msgspec
 import pytest
@@ -174,11 +173,13 @@ def test_decode_is_woken_before_the_first_run_if_it_knows_the_message(ends, monk
 
 
 class Wait:
-    """Takes the place of `select.poll`: notes each wait, and `then` happens in the first one."""
+    """Takes the place of `select.poll`: notes each wait. With `comes` the first one sees the end of ROOM's
+    forward.
+    """
 
-    def __init__(self, then: Callable[[], None]) -> None:
+    def __init__(self, ends: Ends, *, comes: bool) -> None:
         self.waits: list[int] = []
-        self._then, self._num_wires = then, 0
+        self._ends, self._comes, self._num_wires = ends, comes, 0
 
     def __call__(self) -> "Wait":
         self._num_wires = 0
@@ -190,21 +191,17 @@ class Wait:
     def poll(self, milliseconds: int) -> list[int]:
         assert self._num_wires == 1
         self.waits.append(milliseconds)
-        if len(self.waits) == 1:
-            self._then()
-        return [1] * bool(self._then is not nothing)
+        if self._comes and len(self.waits) == 1:
+            self._ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)
+        return [1] if self._comes else []
 
 
-def nothing() -> None:
-    """Nothing comes."""
-
-
-def ready_room(ends: Ends, monkeypatch: pytest.MonkeyPatch, then: Callable[[], None] | None) -> Wait:
-    """A room whose forward runs, at ends that know each other. By default it ends in decode's first wait."""
+def ready_room(ends: Ends, monkeypatch: pytest.MonkeyPatch, *, comes: bool) -> Wait:
+    """The forward of ROOM runs, between ends that know each other."""
     ends.hand_over("a" * 32)
     ends.hand_over("b" * 32)
     ends.launch(ROOM)
-    wait = Wait(then or (lambda: ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)))
+    wait = Wait(ends, comes=comes)
     monkeypatch.setattr("baton.kvtransfer.transports.zmq_blocks.select.poll", wait)
     return wait
 
@@ -216,7 +213,7 @@ def tell(ends: Ends, **soon: object) -> None:
 
 
 def test_decode_waits_for_the_run_that_was_announced_in_the_same_turn(ends, monkeypatch):
-    wait = ready_room(ends, monkeypatch, None)
+    wait = ready_room(ends, monkeypatch, comes=True)
     tell(ends)
     ends.receiver._turn()
     assert wait.waits == [1]
@@ -227,7 +224,7 @@ def test_decode_waits_for_the_run_that_was_announced_in_the_same_turn(ends, monk
 
 @pytest.mark.parametrize("wrong", [{"room": "d" * 32}, {"epoch": 1}, {"instance": D}])
 def test_decode_waits_for_no_run_of_another_room_attempt_or_process(ends, monkeypatch, wrong):
-    wait = ready_room(ends, monkeypatch, nothing)
+    wait = ready_room(ends, monkeypatch, comes=False)
     tell(ends, **wrong)
     ends.receiver._turn()
     assert wait.waits == []
