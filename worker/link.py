@@ -7,11 +7,14 @@ Commands are performed in order. A page that was given to the transport belongs 
 terminal event comes back, also after `Drop`.
 """
 
+import math
 import queue
+import select
 import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -29,6 +32,7 @@ from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 IDLE_WAIT_S = 0.2
 HAND_OVER_S = 0.0005  # longest wait of the computing thread for the link thread
 POLL_S = 0.00002
+LET_ON_S = 0.001  # longest wait of the link thread for an idle computing thread that has got an order
 COUNT_S = 0.1  # between two readings of the transport's counters in a busy thread
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
@@ -75,17 +79,22 @@ class LinkWork:
                     if router in (number, EVERY):
                         control.send(message)
 
-    def turn(self, now: float, *, is_behind: bool = False) -> None:
+    def turn(self, now: float, *, is_behind: bool = False, let_on: Callable[[], None] | None = None) -> None:
         """Receive without waiting and run timers, at `now` in monotonic seconds.
 
-        While the scheduler `is_behind`, messages of routers stay in their sockets.
+        While the scheduler `is_behind`, messages of routers stay in their sockets. `let_on` is called when
+        some were delivered, before the rest of the turn.
         """
+        was_told = False
         for router, control in self.controls.items():
             for message in [] if is_behind else control.receive():
                 self._deliver(FromRouter(router=router, message=message))
+                was_told = True
             lost = control.tick(now)
             if lost:
                 self._deliver(RouterLost(router=router, reason=lost))
+        if was_told and let_on is not None:
+            let_on()
         for event in self.transport.poll(0.0):
             is_freed = isinstance(event, Freed)
             self._deliver(DropDone(room=event.room, epoch=event.epoch) if is_freed else event)
@@ -122,6 +131,7 @@ class WorkerLink:
         self._wake_w.setblocking(False)
         self._is_woken = False  # a byte waits in the pipe; the thread takes it and then looks at the commands
         self._is_serving = False  # the thread performs commands
+        self._is_idle = False  # the scheduler waits for an event
         self._started: queue.SimpleQueue[BatonError | None] = queue.SimpleQueue()  # the failure, or None
         self._stopping = threading.Event()
         self._polled: list[zmq.Socket[bytes] | int] = []
@@ -180,13 +190,20 @@ class WorkerLink:
         """All events that have arrived; waits up to `timeout` seconds for the first one."""
         events: list[LinkEvent] = []
         try:
-            events += incoming(
-                self._owners, self._inbox.get(timeout=timeout) if timeout > 0 else self._inbox.get_nowait()
-            )
+            events += incoming(self._owners, self._first(timeout))
             while True:
                 events += incoming(self._owners, self._inbox.get_nowait())
         except queue.Empty:
             return events
+
+    def _first(self, timeout: float) -> Sourced:
+        if timeout <= 0:
+            return self._inbox.get_nowait()
+        self._is_idle = True
+        try:
+            return self._inbox.get(timeout=timeout)
+        finally:
+            self._is_idle = False
 
     def retain(self, rooms: Collection[str]) -> None:
         """Forget the owners of all rooms but `rooms`, the ids that the worker still holds.
@@ -265,13 +282,24 @@ class WorkerLink:
         if (self._wake_r.fileno(), zmq.POLLIN) in ready:
             self._drain_wake()
         self._perform_all(work)
-        work.turn(self.clock(), is_behind=is_behind)
+        let_on = partial(self._let_on, transport) if self._is_idle else None
+        work.turn(self.clock(), is_behind=is_behind, let_on=let_on)
         self._is_serving = False
         self.connected = any(control.connected for control in controls)
         self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)
         if not ready or now >= self._count_at:  # they take as long as a short turn
             self.transport_counters, self._count_at = transport.counters, now + COUNT_S
         routers.refresh()
+
+    def _let_on(self, transport: PollableTransport) -> None:
+        """Leaves the interpreter's lock to a computing thread that was idle and has got an order.
+
+        The rest of a turn takes as long as the way to its first launch. Blocks and commands end the wait.
+        """
+        poller = select.poll()
+        for descriptor in (self._wake_r.fileno(), *transport.pollables()):
+            poller.register(descriptor, select.POLLIN)
+        poller.poll(math.ceil(LET_ON_S * 1000))
 
     def _poller_for(self, pollables: list["zmq.Socket[bytes] | int"]) -> zmq.Poller:
         """A poller for `pollables` and the wake-up; reused while they are the same."""

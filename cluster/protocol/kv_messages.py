@@ -17,7 +17,7 @@ from .message_parts import (
     Ticket,
     TokenId,
 )
-from .slab_messages import RunLength, SlabBlock, SlabDown, SlabSoon, SlabUp
+from .slab_messages import RunLength, SlabBlock, SlabDown, SlabPlan, SlabSoon, SlabUp
 
 BLOCK_BYTES = 1 << 20  # default block size, the unit of a pull
 BLOCK_TOKENS, MAX_BLOCK_BYTES = 32, 4 << 20
@@ -201,4 +201,4 @@ PairUp = KVHello | Attach | Pull | Release | Abort
 PairDown = KVWelcome | KVRefused | Announce | Abort
 
 KVUp = PairUp | SlabUp
-KVDown = PairDown | Block | SlabBlock | SlabSoon | SlabDown
+KVDown = PairDown | Block | SlabBlock | SlabPlan | SlabSoon | SlabDown

@@ -17,6 +17,7 @@ NumSlots = Annotated[int, Meta(ge=1, le=4096)]
 SlotBytes = Annotated[int, Meta(ge=4096, le=64 << 20)]
 
 
+MAX_PLANNED = 8  # runs of one plan
 RunLength = Annotated[int, Meta(ge=1, le=1 << 14)]  # blocks that share a pull and a slot
 
 
@@ -35,6 +36,7 @@ class SlabRequest(Message, frozen=True, kw_only=True):
     transport: ShortText = "shm"
     has_wire: bool = False  # decode reads frames from the connection of the hand-over
     hears_soon: bool = False  # decode knows SlabSoon
+    hears_plan: bool = False  # and SlabPlan
 
 
 class SlabGrant(Message, frozen=True, kw_only=True):
@@ -86,6 +88,18 @@ class SlabBlock(Message, frozen=True, kw_only=True):
     slot: Small
     lease_ms: Count  # the slot is not reused for this long, unless the room ends earlier
     count: RunLength = 1
+
+
+class SlabPlan(Message, frozen=True, kw_only=True):
+    """The runs of a room that follow its last forward, which is under way: decode may prepare to move them.
+
+    The SlabBlock of each run follows when its slot is filled. Here the digests are 0.
+    """
+
+    room: Id
+    epoch: Count
+    instance: Id
+    blocks: Annotated[list[SlabBlock], Meta(max_length=MAX_PLANNED)]
 
 
 class SlabSoon(Message, frozen=True, kw_only=True):

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
-NUM_TABLES, MAX_SPARE_TABLES = 4, 8
+NUM_TABLES = 8
+MIN_TABLES = 4  # that prepared moves leave to others
 GATHER_PROGRAMS = 2.0  # of a move, for each multiprocessor: it is bound by memory
 SCATTER_PROGRAMS = 0.5  # bound by the link: the other half is left to the steps beside it
 
@@ -180,6 +181,21 @@ class CudaMove:
 
 
 @dataclass
+class CudaPrepared:
+    """A move on a GPU that can start at once; see `Prepared`."""
+
+    owner: "CudaDevice"
+    table: _Table
+    shape: _Shape
+
+    def start(self, pages: Iterable[int], *, is_early: bool = False) -> CudaMove:
+        return self.owner.start(self, pages, is_early=is_early)
+
+    def discard(self) -> None:
+        self.owner.give_back(self.table)
+
+
+@dataclass
 class _Opened:
     """Memory of another process."""
 
@@ -266,11 +282,24 @@ class CudaDevice:
     ) -> CudaMove:
         """As `Device.move`."""
         chunks = num_chunks(longest_of(runs) if longest is None else longest)
-        num_spans = sum(len(run) for run in runs)
-        num_programs = self._num_programs(len(runs), num_spans * chunks, is_write=is_write)
-        shape = _Shape(num_spans, runs[0].shape[1], len(runs), num_programs)
+        shape = self._shape(runs, chunks, is_write=is_write)
         table = self._take(shape.size)
         table.write(shape, runs, chunks)
+        return self.start(CudaPrepared(self, table, shape), pages, is_early=is_early)
+
+    def prepare(self, runs: Sequence[Spans], *, longest: int, is_write: bool) -> CudaPrepared | None:
+        """As `Device.prepare`."""
+        chunks = num_chunks(longest)
+        shape = self._shape(runs, chunks, is_write=is_write)
+        table = self._free_table(shape.size) if len(self._tables) > MIN_TABLES else None
+        if table is None:
+            return None
+        table.write(shape, runs, chunks)
+        return CudaPrepared(self, table, shape)
+
+    def start(self, prepared: CudaPrepared, pages: Iterable[int], *, is_early: bool) -> CudaMove:
+        """Starts a prepared move."""
+        table, shape = prepared.table, prepared.shape
         stream = self._early_stream if is_early else self._stream
         is_held = self._order.wait(pages, stream)
         if torch.cuda.current_device() == self._index:  # to enter it again takes longer than the launch
@@ -284,9 +313,19 @@ class CudaDevice:
     def finished(self, move: CudaMove) -> list[int]:
         """The digests of a finished move, whose table is free again."""
         digests = run_digests(move.sums)
-        if len(self._tables) < MAX_SPARE_TABLES:
-            self._tables.append(move.table)
+        self.give_back(move.table)
         return digests
+
+    def give_back(self, table: _Table) -> None:
+        """Takes a table that no move uses any more."""
+        if len(self._tables) < NUM_TABLES:
+            self._tables.append(table)
+
+    def _shape(self, runs: Sequence[Spans], chunks: int, *, is_write: bool) -> _Shape:
+        """The tables of a move whose longest span has `chunks` chunks."""
+        num_spans = sum(len(run) for run in runs)
+        num_programs = self._num_programs(len(runs), num_spans * chunks, is_write=is_write)
+        return _Shape(num_spans, runs[0].shape[1], len(runs), num_programs)
 
     def _num_programs(self, num_runs: int, num_turns: int, *, is_write: bool) -> int:
         """The programs of each run of a move of `num_turns` chunks."""
@@ -297,10 +336,15 @@ class CudaDevice:
         for stream in (self._stream, self._early_stream):
             stream.synchronize()
 
-    def _take(self, num_numbers: int) -> _Table:
+    def _free_table(self, num_numbers: int) -> _Table | None:
         for number, table in enumerate(self._tables):
             if table.num_numbers >= num_numbers:
                 return self._tables.pop(number)
+        return None
+
+    def _take(self, num_numbers: int) -> _Table:
+        if (table := self._free_table(num_numbers)) is not None:
+            return table
         size = MIN_NUMBERS
         while size < num_numbers:
             size *= 2

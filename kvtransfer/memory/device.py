@@ -35,6 +35,16 @@ class Move(Protocol):
         """As `poll`, but returns when all runs are in place."""
 
 
+class Prepared(Protocol):
+    """A move whose tables are written. It is either started or discarded, once."""
+
+    def start(self, pages: Iterable[int], *, is_early: bool = False) -> Move:
+        """As `Device.move`."""
+
+    def discard(self) -> None:
+        """Gives the tables back."""
+
+
 class Device(Protocol):
     """One device and the streams of its moves. All methods belong to one thread."""
 
@@ -76,6 +86,9 @@ class Device(Protocol):
         forward that may still run for long, so it waits on a stream of its own and delays no other move.
         `longest`: no span has more words; None: the device looks for the longest span.
         """
+
+    def prepare(self, runs: Sequence[Spans], *, longest: int, is_write: bool) -> Prepared | None:
+        """Does what `move` can do before the runs are there; None if too few tables are free."""
 
 
 def longest_of(runs: Sequence[Spans]) -> int:

@@ -54,6 +54,22 @@ class HostMove:
 
 
 @dataclass
+class HostPrepared:
+    """A prepared move of a `HostDevice`; see `Prepared`."""
+
+    owner: "HostDevice"
+    runs: Sequence[Spans]
+    is_write: bool
+
+    def start(self, pages: Iterable[int], *, is_early: bool = False) -> HostMove:
+        self.owner.num_prepared -= 1
+        return self.owner.move(self.runs, pages, is_write=self.is_write, is_early=is_early)
+
+    def discard(self) -> None:
+        self.owner.num_prepared -= 1
+
+
+@dataclass
 class _Memory:
     """A mapping of shared memory."""
 
@@ -68,6 +84,7 @@ class HostDevice:
 
     def __init__(self, order: PageOrder, *, polls: int = 1, max_bytes: int = 1 << 40) -> None:
         self.polls = polls
+        self.num_prepared = 0  # moves that are neither started nor discarded
         self._order, self._max_bytes = order, max_bytes
         self._owned: dict[int, _Memory] = {}
         self._opened: dict[bytes, _Memory] = {}
@@ -157,6 +174,12 @@ class HostDevice:
         move = HostMove(self, runs, list(pages), is_write, self.polls)
         (self._early if is_early else self._queue).append(move)
         return move
+
+    def prepare(self, runs: Sequence[Spans], *, longest: int, is_write: bool) -> HostPrepared:
+        """As `Device.prepare`."""
+        assert longest_of(runs) <= longest, f"spans of {longest_of(runs)} words"
+        self.num_prepared += 1
+        return HostPrepared(self, runs, is_write)
 
     def die(self) -> None:
         """Ends as a killed process does: nothing is mapped any more, and no move runs."""

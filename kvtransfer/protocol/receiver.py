@@ -31,7 +31,7 @@ from ...cluster.protocol.messages import (
     Pull,
     Release,
 )
-from ...cluster.protocol.slab_messages import SlabBlock, SlabSoon
+from ...cluster.protocol.slab_messages import SlabBlock, SlabPlan, SlabSoon
 from ...cluster.security.ciphers import CRC32C
 from ..transport import Complete, Landed, Lost, PullRequest
 from .layout import KVLayout, RoomStream, Segment
@@ -219,11 +219,8 @@ class ReceiverSession:
 
         Prefill fills slots for early runs behind the prompt's last forward, and sends them when it ends.
         """
-        link = self._links.get(peer)
-        room = link.rooms.get(block.room) if link is not None else None
-        if link is None or room is None or room.stream is None or room.request.epoch != block.epoch:
-            return
-        if room.request.peer_instance != block.instance:
+        link, room = self._links.get(peer), self.attached_room(peer, block)
+        if link is None or room is None or room.stream is None:
             return
         end = block.block + block.count
         is_new = block.block >= room.next_block and end <= room.stream.num_blocks
@@ -233,12 +230,23 @@ class ReceiverSession:
 
     def comes_soon(self, peer: Peer, message: SlabSoon) -> bool:
         """Whether to wait for the first early run of a room. A room's attempt is waited for once."""
+        room = self.attached_room(peer, message)
+        if room is None or room.is_awaited:
+            return False
+        room.is_awaited = True
+        return True
+
+    def attached_room(self, peer: Peer, message: SlabBlock | SlabPlan | SlabSoon) -> ReceiverRoom | None:
+        """The room of an unasked message, if it is of the room's attempt and process, and its layout is
+        known.
+        """
         link = self._links.get(peer)
         room = link.rooms.get(message.room) if link is not None else None
-        if room is None or room.stream is None or room.request.epoch != message.epoch or room.is_awaited:
-            return False
-        room.is_awaited = room.request.peer_instance == message.instance
-        return room.is_awaited
+        if room is None or room.stream is None:
+            return None
+        request = room.request
+        is_same = (request.epoch, request.peer_instance) == (message.epoch, message.instance)
+        return room if is_same else None
 
     def landed(
         self, peer: Peer, block: AnyBlock, now: float, *, is_device: bool = False, is_nixl: bool = False

@@ -6,8 +6,9 @@ its own pages, digests what it stored, and frees the slot after the move is done
 other process: a dead peer leaves nothing behind on a stream.
 
 Behind the last forward of a prompt, prefill also fills slots unasked, and sends their SlabBlocks before the
-announcement. These slots are the last ones of the slab, which pulls never use: a run that finds none free is
-left to decode's pull, and no pull waits for a run whose forward still runs.
+announcement. It tells decode of them while the forward runs (SlabPlan), and decode prepares its moves. These
+slots are the last ones of the slab, which pulls never use: a run that finds none free is left to decode's
+pull, and no pull waits for a run whose forward still runs.
 
 Both ends start moves on a stream of their own. A move that is not held by a forward ends within a fraction
 of a millisecond, and the link thread waits for it without the interpreter's lock; others are polled. A move
@@ -21,9 +22,11 @@ import socket
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from msgspec.structs import replace
+
 from ...cluster.process.log import fields as log_fields
 from ...cluster.protocol.codec import encode
-from ...cluster.protocol.slab_messages import SlabBlock, SlabRequest, SlabSoon, SlotFree
+from ...cluster.protocol.slab_messages import SlabBlock, SlabPlan, SlabRequest, SlabSoon, SlotFree
 from ...kernels.move_spans import ALIGNMENT
 from ..memory.cuda_device import CudaDevice
 from ..memory.device import Device, Move
@@ -107,6 +110,7 @@ class _Filling:
     peer: Peer
     slab: DeviceSlab
     items: Sequence[tuple[SendBlock, Slot]]
+    headers: Sequence[SlabBlock]  # without digests
     move: Move
     began: float
     is_wanted: bool = True  # False: the room has ended, and the slots are free once the move is done
@@ -204,6 +208,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         if is_late and self._early:
             return False
         left: SendBlock | None = run
+        planned: list[SlabBlock] = []
         for num_slots in _early_parts(-(-run.count // run_blocks)):
             slots = None if left is None else lane.early.take(holder_of(left), num_slots, math.inf)
             if left is None or slots is None or slots.header is not None or slots.is_filling:
@@ -213,8 +218,17 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             if lane.request.hears_soon and not has_begun:
                 filling.soon = encode(SlabSoon(room=run.room, epoch=run.epoch, instance=self._instance))
             self._early.append(filling)
+            planned += filling.headers
             has_begun = True
+        self._tell_plan(lane, run, planned)
         return has_begun
+
+    def _tell_plan(self, lane: DeviceLane, run: SendBlock, planned: list[SlabBlock]) -> None:
+        """Tells decode of the early runs of a room, if it listens. A plan that does not arrive costs time."""
+        wire = self.wire(run.peer) if planned and lane.request.hears_plan else None
+        if wire is not None:
+            plan = SlabPlan(room=run.room, epoch=run.epoch, instance=self._instance, blocks=planned)
+            sent(wire, encode(plan))
 
     def end_early(self, room: str, epoch: int, now: float) -> Iterator[tuple[SendBlock, SlabBlock]]:
         """The early runs of a room whose forward has ended, one by one, with their headers.
@@ -293,7 +307,23 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             pages += pages_of_run(item.stream, item.block, item.count, item.pages)
             longest = max(longest, places.longest)
         move = self._device.move(runs, pages, is_write=False, is_early=is_early, longest=longest)
-        return _Filling(fresh[0][0].peer, slab, fresh, move, now)
+        headers = [self._header(slab, item, slot) for item, slot in fresh]
+        return _Filling(fresh[0][0].peer, slab, fresh, headers, move, now)
+
+    def _header(self, slab: DeviceSlab, item: SendBlock, slot: Slot) -> SlabBlock:
+        """The header of a run, without its digest."""
+        return SlabBlock(
+            room=item.room,
+            epoch=item.epoch,
+            instance=self._instance,
+            block=item.block,
+            size=item.size,
+            digest=0,
+            slab=slab.id,
+            slot=slot.index,
+            lease_ms=int(self._lease_s * 1000),
+            count=item.count,
+        )
 
     def _places_of(self, item: SendBlock) -> RunPlaces:
         """The memory of all blocks of the item's room. A cut of it takes less than the runs one by one."""
@@ -355,22 +385,11 @@ class DeviceLanes(SlabLanes[DeviceLane]):
 
     def _headers(self, filling: _Filling, digests: Sequence[int]) -> list[tuple[SendBlock, SlabBlock]]:
         filled = []
-        for (item, slot), total in zip(filling.items, digests, strict=True):
+        for (item, slot), header, total in zip(filling.items, filling.headers, digests, strict=True):
             slot.is_filling = False
-            slot.header = SlabBlock(
-                room=item.room,
-                epoch=item.epoch,
-                instance=self._instance,
-                block=item.block,
-                size=item.size,
-                digest=device_digest(
-                    item.room, item.epoch, item.block, item.size, total, item.stream.layout.name
-                ),
-                slab=filling.slab.id,
-                slot=slot.index,
-                lease_ms=int(self._lease_s * 1000),
-                count=item.count,
-            )
+            name = item.stream.layout.name
+            digest = device_digest(item.room, item.epoch, item.block, item.size, total, name)
+            slot.header = replace(header, digest=digest)
             self.counters.device_blocks += item.count
             self.counters.device_bytes += item.size
             filled.append((item, slot.header))

@@ -14,10 +14,10 @@ from ...cluster.net.transport_names import CUDA_SLAB, LOCAL, NIXL, ZMQ_BLOCKS
 from ...cluster.protocol.codec import BATCHED, encode, encode_batch, kv_down_frames, unknown_messages
 from ...cluster.protocol.kv_messages import PairDown
 from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
-from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabSoon, SlabUp
+from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabPlan, SlabSoon, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
-from ..memory.device import Device, Move
+from ..memory.device import Device, Move, Spans
 from ..memory.pinning import Bytes
 from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
 from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
@@ -32,6 +32,7 @@ from .endpoint import Clock, Endpoint
 from .nixl import Arrived, PairReads
 from .nixl_agent import OpenAgent, open_nixl
 from .path_rates import PathRates
+from .planned_landings import PlannedLandings, Run
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
 
@@ -98,6 +99,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._landings: list[Landing] = []
         self._soon_until = 0.0  # until then, decode waits for a run that prefill has announced
         self._places: dict[str, dict[Peer, tuple[RoomStream, RunPlaces]]] = {}  # memory of open rooms' parts
+        self._planned = PlannedLandings()
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -147,7 +149,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
-        self._places.pop(room, None)
+        self._forget_moves(room)
         self._forget_events(room, epoch)
 
     @property
@@ -215,7 +217,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def _receive(
         self,
         peer: Peer,
-        message: Block | SlabSoon | SlabDown | PairDown,
+        message: Block | SlabPlan | SlabSoon | SlabDown | PairDown,
         frames: Sequence[memoryview],
         now: float,
     ) -> list[Effect]:
@@ -224,6 +226,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         if isinstance(message, SlabSoon):
             if self.session.comes_soon(peer, message):
                 self._soon_until = now + SOON_S
+            return []
+        if isinstance(message, SlabPlan):
+            self._prepare(peer, message)
             return []
         if isinstance(message, SlabDown):
             answers = self._slabs.handle(peer, message)
@@ -357,9 +362,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
         assert self._device is not None, "the slab was mapped"
         effects: list[Effect] = []
-        begun: list[SlabBlock] = []
-        pages: list[int] = []
-        requests, runs, longest = [], [], 0
+        begun: list[Run] = []
         for block in blocks:
             slot = self._slabs.slot(peer, block)
             if slot is None:
@@ -367,7 +370,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 effects.append(SendMessage(peer, self._slabs.unusable(peer, block)))
                 self._set_runs(peer)
                 continue
-            if self._is_landing(peer, block) or any(shares_blocks(one, block) for one in begun):
+            if self._is_landing(peer, block) or any(shares_blocks(one.block, block) for one in begun):
                 # a second move could end after the room did, and read a slot that holds another run by then
                 self.session.counters.duplicate_blocks += 1
                 continue
@@ -377,28 +380,61 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             if stream is None or link is None:
                 effects.append(SendMessage(peer, self._slabs.freed(block)))
                 continue
-            room = link.rooms[block.room]
-            request = room.request
-            begun.append(block)
-            requests.append(request)
-            begin = block.block * stream.block_bytes
-            places = self._places_of(room, stream)
-            assert places is not None, "the slab was mapped"
-            runs.append(places.spans(begin, begin + block.size, slot))
-            pages += pages_of_run(stream, block.block, block.count, request.pages)
-            longest = max(longest, places.longest)
+            begun.append(Run(block, link.rooms[block.room], stream, slot))
         if begun:
             self._soon_until = 0.0
-            move = self._device.move(runs, pages, is_write=True, longest=longest)
-            self._landings.append(Landing(peer, begun, requests, move, now))
+            move = self._started(begun)
+            requests = [run.room.request for run in begun]
+            self._landings.append(Landing(peer, [run.block for run in begun], requests, move, now))
             for _ in begun:
                 self.reach("receiver:scatter")
         return effects
 
-    def _places_of(self, room: ReceiverRoom, stream: RoomStream) -> RunPlaces | None:
-        """The memory of all blocks of a room; None without a device."""
-        if self._pages is None:
-            return None
+    def _started(self, runs: Sequence[Run]) -> Move:
+        """Starts to write `runs` into their pages."""
+        assert self._device is not None, "the slab was mapped"
+        if len(runs) == 1 and (move := self._planned.start(runs[0])) is not None:
+            return move
+        spans, pages, longest = list[Spans](), list[int](), 0
+        for run in runs:
+            its_spans, its_pages, its_longest = self._placed(run)
+            spans.append(its_spans)
+            pages += its_pages
+            longest = max(longest, its_longest)
+        return self._device.move(spans, pages, is_write=True, longest=longest)
+
+    def _prepare(self, peer: Peer, plan: SlabPlan) -> None:
+        """Prepares the moves of the runs that come behind the forward under way."""
+        room = self.session.attached_room(peer, plan)
+        if self._device is None or room is None or room.stream is None:
+            return
+        stream = room.stream
+        for block in plan.blocks:
+            slot, end = self._slabs.slot(peer, block), block.block + block.count
+            fits = end <= stream.num_blocks and block.size == stream.block_size(block.block, block.count)
+            if slot is None or not fits or self._planned.has(run := Run(block, room, stream, slot)):
+                continue
+            spans, pages, longest = self._placed(run)
+            move = self._device.prepare([spans], longest=longest, is_write=True)
+            if move is not None:
+                self._planned.add(run, move, pages)
+
+    def _placed(self, run: Run) -> tuple[Spans, Sequence[int], int]:
+        """The spans of a run, its pages, and the words of the longest span of its room."""
+        block, stream, places = run.block, run.stream, self._places_of(run.room, run.stream)
+        begin = block.block * stream.block_bytes
+        spans = places.spans(begin, begin + block.size, run.slot)
+        pages = pages_of_run(stream, block.block, block.count, run.room.request.pages)
+        return spans, pages, places.longest
+
+    def _forget_moves(self, room: str) -> None:
+        """Forgets what was prepared for a room that has ended."""
+        self._places.pop(room, None)
+        self._planned.forget(room)
+
+    def _places_of(self, room: ReceiverRoom, stream: RoomStream) -> RunPlaces:
+        """The memory of all blocks of a room. There must be a device."""
+        assert self._pages is not None, "there is a device"
         parts = self._places.setdefault(room.request.room, {})
         known = parts.get(room.peer)
         if known is None or known[0] is not stream:
@@ -578,7 +614,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
                 if isinstance(effect.event, Lost | Complete):
-                    self._places.pop(effect.event.room, None)
+                    self._forget_moves(effect.event.room)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)

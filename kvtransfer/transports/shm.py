@@ -446,6 +446,7 @@ class ReceiverSlabs:
             early_slots=early_slots,
             has_wire=transport == CUDA_SLAB,
             hears_soon=transport == CUDA_SLAB,
+            hears_plan=transport == CUDA_SLAB,
         )
 
     def _next(self, peer: Peer, asked: _Asked, reason: str) -> list[SlabUp]:

@@ -108,7 +108,8 @@ class Attempt:
     ) -> list[Reserve | Prefill | OfferPrefix]:
         """The orders for the workers: continue after `prompt_ids` and `output_ids`.
 
-        Decode's Reserve is the first. A prefix is offered behind it, by that worker or by another one.
+        Prefill's order is the first: the client waits for its work, and decode has time to attach until that
+        ends. A prefix from decode is offered before prefill looks for it, and behind decode's Reserve.
         """
         if output_ids:
             sampling = _behind(sampling, len(prompt_ids), len(output_ids))
@@ -140,7 +141,7 @@ class Attempt:
             wants_features=self.pair.wants_features,
         )
         offer = self._offer(room, prompt_ids)
-        return [reserve, prefill] if offer is None else [reserve, offer, prefill]
+        return [prefill, reserve] if offer is None else [reserve, offer, prefill]
 
     def _offer(self, room: str, prompt_ids: list[int]) -> OfferPrefix | None:
         """The order to the decode worker that prefill pulls from."""

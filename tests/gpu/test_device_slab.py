@@ -11,7 +11,7 @@ import pytest
 import torch
 from baton.engine.kv.page_order import PageOrder, launched
 from baton.kernels.move_spans import MODULUS, mixed
-from baton.kvtransfer.memory.cuda_device import CudaDevice
+from baton.kvtransfer.memory.cuda_device import MIN_TABLES, NUM_TABLES, CudaDevice
 from baton.kvtransfer.memory.slab import SlabError
 
 pytestmark = [
@@ -73,6 +73,30 @@ def test_every_run_of_a_move_has_its_own_digest():
     assert moved.wait() == [digest(source, cuts[0])]
     runs = [spans(source, slab + (n << 21), ids, is_gather=True) for n, ids in enumerate(cuts)]
     assert device.move(runs, [], is_write=False).wait() == [digest(source, ids) for ids in cuts]
+    device.free(slab)
+
+
+def test_prepared_moves_start_in_any_order_and_leave_tables_to_others():
+    source = pages(8)
+    device = device_of(source)
+    slab = device.allocate(SLAB_BYTES)
+    torch.cuda.synchronize()
+    cuts = [[page, page + 1] for page in range(0, 2 * NUM_TABLES, 2)]
+    prepared = []
+    for number, ids in enumerate(cuts):
+        run = spans(source, slab + number * 2 * PAGE_BYTES, ids, is_gather=True)
+        prepared.append(device.prepare([run], longest=PAGE_BYTES // 4, is_write=False))
+    num_ready = NUM_TABLES - MIN_TABLES
+    assert [one is not None for one in prepared] == [number < num_ready for number in range(len(cuts))]
+    first, *others = prepared[:num_ready]
+    found = [one.start([]).wait() for one in reversed(others)]
+    assert found == [[digest(source, ids)] for ids in reversed(cuts[1:num_ready])]
+    first.discard()
+    run = spans(source, slab, cuts[-1], is_gather=True)
+    assert device.prepare([run], longest=PAGE_BYTES // 4, is_write=False).start([]).wait() == [
+        digest(source, cuts[-1])
+    ]
+    assert len(device._tables) == NUM_TABLES, "all are back"
     device.free(slab)
 
 

@@ -1,6 +1,9 @@
 """A worker's link: the end of a connection, early messages of a router, and the router's pace."""
 
+import os
 import socket
+import threading
+import time
 
 import pytest
 from baton.cluster.net.control_link import LinkMachine, LinkQueues
@@ -163,4 +166,64 @@ def test_a_hand_over_ends_when_all_is_sent_or_its_time_is_over(monkeypatch):
     link.post(Advance(room=ROOM, epoch=0, tokens_ready=1))
     link.hand_over()
     assert waits, "the thread does not take it, and the wait ended"
+    link.close()
+
+
+class QuietTransport:
+    """A transport without work that notes its turns."""
+
+    def __init__(self, notes, descriptors=()):
+        self.notes, self.descriptors = notes, list(descriptors)
+
+    def poll(self, timeout):
+        self.notes.append("transport")
+        return []
+
+    def pollables(self):
+        return self.descriptors
+
+
+def test_the_computing_thread_goes_on_before_the_rest_of_a_turn():
+    link, notes = CrawlingLink(), []
+    link.tick(0.0)
+    link.receive()
+    work = LinkWork({0: link}, QuietTransport(notes), lambda event: notes.append("order"))
+    work.turn(0.1, let_on=lambda: notes.append("let on"))
+    assert notes == ["transport"], "there was no order"
+    link.inbox.append([encode(order())])
+    work.turn(0.2, let_on=lambda: notes.append("let on"))
+    assert notes[1:] == ["order", "let on", "transport"]
+    link.inbox.append([encode(order(epoch=1))])
+    work.turn(0.3)
+    assert notes[4:] == ["order", "transport"], "the computing thread is busy"
+
+
+def test_only_a_waiting_computing_thread_is_idle():
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    assert not link._is_idle
+    waiter = threading.Thread(target=link.receive, args=(5.0,))
+    waiter.start()
+    while not link._is_idle:
+        time.sleep(0.001)
+    link.nudge()
+    waiter.join(5.0)
+    assert not link._is_idle
+    assert link.receive(0.0) == []
+    assert not link._is_idle
+    link.close()
+
+
+def test_a_command_or_a_block_ends_the_time_of_the_computing_thread(monkeypatch):
+    monkeypatch.setattr("baton.worker.link.LET_ON_S", 60.0)
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    read, write = os.pipe()
+    try:
+        os.write(write, b"a block")
+        link._let_on(QuietTransport([], [read]))
+        os.read(read, 7)
+        link.post(Advance(room=ROOM, epoch=0, tokens_ready=1))
+        link._let_on(QuietTransport([], [read]))
+    finally:
+        os.close(read)
+        os.close(write)
     link.close()

@@ -8,9 +8,9 @@ import torch
 import zmq
 from baton.cluster.protocol.codec import encode
 from baton.cluster.protocol.messages import Layout
-from baton.cluster.protocol.slab_messages import SlabBlock, SlabSoon
+from baton.cluster.protocol.slab_messages import SlabBlock, SlabPlan, SlabSoon
 from baton.engine.kv.page_order import PageOrder
-from baton.kvtransfer.memory.host_device import HostDevice
+from baton.kvtransfer.memory.host_device import HostDevice, HostPrepared
 from baton.kvtransfer.transport import Complete, Offer, Planes, PullRequest, Released
 from baton.kvtransfer.transports.wire import received, sent
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
@@ -71,8 +71,9 @@ class Ends:
         self.sender = ZmqBlocksSender(
             "ipc://*", P, LAYOUT, self.planes(self.source), device=self.device(), **common
         )
+        self.landing = self.device()  # decode's device
         self.receiver = ZmqBlocksReceiver(
-            D, LAYOUT, self.planes(self.target), device=self.device(), slot_bytes=4 * 4096, **common
+            D, LAYOUT, self.planes(self.target), device=self.landing, slot_bytes=4 * 4096, **common
         )
 
     @staticmethod
@@ -100,6 +101,10 @@ class Ends:
 
     def hand_over(self, room: str) -> Complete:
         self.launch(room)
+        return self.finish(room)
+
+    def finish(self, room: str) -> Complete:
+        """The forward of a launched room ends."""
         self.sender.advance(room, 0, NUM_TOKENS, 7)
         done, is_released = None, False
         for _ in range(1000):
@@ -172,6 +177,125 @@ def test_decode_is_woken_before_the_first_run_if_it_knows_the_message(ends, monk
     assert len(kinds) > is_known
 
 
+def planned(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> SlabPlan:
+    """The forward of ROOM runs, and decode has read the plan, which is returned."""
+    ends.hand_over("a" * 32)
+    ends.hand_over("b" * 32)
+    heard = frames_of(ends, monkeypatch)
+    ends.launch(ROOM)
+    ends.receiver.poll(0.0)
+    (plan,) = [message for message in heard if isinstance(message, SlabPlan)]
+    return plan
+
+
+def count_moves(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of runs of each move of decode from now on that was not prepared."""
+    moves: list[int] = []
+    move, start = ends.landing.move, HostPrepared.start
+    monkeypatch.setattr(
+        ends.landing, "move", lambda runs, *a, **k: moves.append(len(runs)) or move(runs, *a, **k)
+    )
+
+    def started(prepared: HostPrepared, pages: object, **more: object) -> object:
+        moved = start(prepared, pages, **more)
+        if prepared.owner is ends.landing:
+            assert moves.pop() == 1
+        return moved
+
+    monkeypatch.setattr(HostPrepared, "start", started)
+    return moves
+
+
+def test_decode_prepares_the_moves_of_planned_runs_and_starts_them(ends, monkeypatch):
+    plan = planned(ends, monkeypatch)
+    assert sum(block.count for block in plan.blocks) == NUM_PAGES
+    assert ends.landing.num_prepared == len(plan.blocks) > 0
+    moves = count_moves(ends, monkeypatch)
+    ends.finish(ROOM)
+    assert moves == [], "each run was prepared"
+    assert ends.landing.num_prepared == 0
+
+
+def test_prefill_sends_no_plan_to_decode_that_does_not_know_it(ends, monkeypatch):
+    ends.hand_over("a" * 32)
+    ends.hand_over("b" * 32)
+    (lane,) = ends.sender._device_slabs._lanes.values()
+    lane.request = msgspec.structs.replace(lane.request, hears_plan=False)
+    heard = frames_of(ends, monkeypatch)
+    ends.hand_over("c" * 32)
+    assert not any(isinstance(message, SlabPlan) for message in heard)
+
+
+def test_moves_of_a_room_that_ends_are_discarded(ends, monkeypatch):
+    planned(ends, monkeypatch)
+    ends.receiver.release(ROOM, 0, "the client has left")
+    assert ends.landing.num_prepared == 0
+    ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)
+    for _ in range(20):
+        ends.receiver.poll(0.005), ends.sender.poll(0.005)
+    assert not ends.target.any()
+    ends.hand_over("d" * 32)
+
+
+def swapped(plan: SlabPlan) -> list[SlabBlock]:
+    """The blocks of a plan, each in the slot of another one."""
+    first, *others = plan.blocks
+    slots = [block.slot for block in (*others, first)]
+    return [msgspec.structs.replace(block, slot=slot) for block, slot in zip(plan.blocks, slots, strict=True)]
+
+
+def test_a_plan_that_is_not_kept_moves_nothing(ends, monkeypatch):
+    """Prefill names other slots than those that it fills."""
+    ends.hand_over("a" * 32)
+    ends.hand_over("b" * 32)
+    (lanes,) = [ends.sender._device_slabs]
+    monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab._early_parts", lambda n: (1,) * n)
+    tell = lanes._tell_plan
+
+    def mislead(lane, run, blocks):
+        plan = SlabPlan(room=run.room, epoch=run.epoch, instance=P, blocks=blocks)
+        tell(lane, run, swapped(plan))
+
+    monkeypatch.setattr(lanes, "_tell_plan", mislead)
+    ends.launch(ROOM)
+    ends.receiver.poll(0.0)
+    assert ends.landing.num_prepared == 3
+    moves = count_moves(ends, monkeypatch)
+    ends.finish(ROOM)
+    assert sum(moves) == 3
+    assert ends.landing.num_prepared == 0
+
+
+WRONG_PLANS = {
+    "another room": {"room": "d" * 32},
+    "another attempt": {"epoch": 1},
+    "another process": {"instance": D},
+    "blocks behind the prompt": {"blocks": {"block": NUM_PAGES - 1}},
+    "a huge block number": {"blocks": {"block": 2**48}},
+    "another size": {"blocks": {"size": 4096}},
+    "a slot behind the slab": {"blocks": {"slot": 2**31 - 1}},
+    "another slab": {"blocks": {"slab": "e" * 32}},
+    "what is prepared already": {},
+    "nothing": {"blocks": None},
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_PLANS.values(), ids=WRONG_PLANS)
+def test_decode_prepares_nothing_for_a_plan_that_does_not_fit(ends, monkeypatch, wrong):
+    plan = planned(ends, monkeypatch)
+    before = ends.landing.num_prepared
+    changes = dict(wrong)
+    if "blocks" in wrong:
+        blocks = wrong["blocks"]
+        changes["blocks"] = [msgspec.structs.replace(one, **blocks) for one in plan.blocks] if blocks else []
+    (peer,) = ends.sender._device_slabs._lanes
+    assert sent(ends.sender._device_slabs.wire(peer), encode(msgspec.structs.replace(plan, **changes)))
+    ends.receiver.poll(0.0)
+    assert ends.landing.num_prepared == before
+    ends.finish(ROOM)
+    assert ends.landing.num_prepared == 0
+
+
 class Wait:
     """Takes the place of `select.poll`: notes each wait. With `comes` the first one sees the end of ROOM's
     forward.
@@ -234,10 +358,7 @@ def test_decode_waits_for_no_run_of_another_room_attempt_or_process(ends, monkey
     tell(ends)
     ends.receiver._turn()
     assert wait.waits == [1], "an attempt is waited for once"
-    ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)
-    for _ in range(100):
-        ends.receiver.poll(0.005), ends.sender.poll(0.005)
-    assert torch.equal(ends.target.flip(0), ends.source)
+    ends.finish(ROOM)
 
 
 def test_without_its_connection_a_pair_goes_on_over_zeromq(ends):

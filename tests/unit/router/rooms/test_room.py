@@ -98,7 +98,7 @@ def streaming():
 
 
 def test_place_sends_reserve_and_prefill_together():
-    reserve, prefill = new_room().place(PAIR, 0.0)
+    prefill, reserve = new_room().place(PAIR, 0.0)
     assert (reserve.instance, type(reserve.message)) == (D, Reserve)
     assert (prefill.instance, type(prefill.message)) == (P, Prefill)
     assert reserve.message.prefill_instance == P

@@ -127,7 +127,7 @@ def again(token=103, finish=""):
 
 def test_the_next_attempt_has_the_tokens_so_far_as_its_prompt():
     room, told = resumed()
-    assert [type(message) for message in told] == [Reserve, Prefill]
+    assert [type(message) for message in told] == [Prefill, Reserve]
     for message in told:
         assert (message.prompt_ids, message.num_output, message.epoch) == ([5, 6, 7, 100, 101, 102], 3, 1)
         assert (message.sampling.max_new_tokens, message.sampling.seed) == (13, 3)
