@@ -7,13 +7,14 @@ import torch
 from baton.kernels.expert_mlp import expert_mlp
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.paged_attention import paged_attention_reference
+from baton.kernels.route_experts import Routing
 from baton.kernels.verify_attention import paged_verify
 from baton.tests.kernels.attention_cases import attention_cases, check_context, tree_cases
 from baton.tests.kernels.bench_kernels import registry
 from baton.tests.kernels.cases import pool_cases, randn, rows_cases
 from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import choices, expert_cases
-from baton.tests.kernels.few_row_cases import few_row_cases
+from baton.tests.kernels.few_row_cases import check_few_experts, few_row_cases
 from baton.tests.kernels.latent_cases import latent_cases
 from baton.tests.kernels.quant_cases import quant_cases
 from baton.tests.kernels.quant_expert_cases import quant_expert_cases
@@ -31,6 +32,15 @@ CASES = [
     *quant_expert_cases(),
     *latent_cases(),
     *few_row_cases(),
+    # the sizes of Qwen3-30B-A3B and of DeepSeek-V2-Lite
+    (
+        check_few_experts,
+        (1, (128, 2048, 768), 0, Routing(top_k=8, is_normalised=True), False, False, torch.bfloat16),
+    ),
+    (
+        check_few_experts,
+        (1, (64, 2048, 1408), 2, Routing(top_k=6, is_normalised=False), False, True, torch.bfloat16),
+    ),
 ]
 
 
