@@ -217,12 +217,14 @@ def test_a_command_or_a_block_ends_the_time_of_the_computing_thread(monkeypatch)
     monkeypatch.setattr("baton.worker.link.LET_ON_S", 60.0)
     link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
     read, write = os.pipe()
+    began = time.monotonic()
     try:
         os.write(write, b"a block")
         link._let_on(QuietTransport([], [read]))
         os.read(read, 7)
         link.post(Advance(room=ROOM, epoch=0, tokens_ready=1))
         link._let_on(QuietTransport([], [read]))
+        assert time.monotonic() < began + 30
     finally:
         os.close(read)
         os.close(write)

@@ -264,9 +264,10 @@ def test_a_plan_that_is_not_kept_moves_nothing(ends, monkeypatch):
     ends.finish(ROOM)
     assert sum(moves) == 3
     assert ends.landing.num_prepared == 0
+    assert ends.receiver.session.counters.digest_mismatches == 0
 
 
-WRONG_PLANS = {
+UNFIT_PLANS = {
     "another room": {"room": "d" * 32},
     "another attempt": {"epoch": 1},
     "another process": {"instance": D},
@@ -275,23 +276,33 @@ WRONG_PLANS = {
     "another size": {"blocks": {"size": 4096}},
     "a slot behind the slab": {"blocks": {"slot": 2**31 - 1}},
     "another slab": {"blocks": {"slab": "e" * 32}},
-    "what is prepared already": {},
     "nothing": {"blocks": None},
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG_PLANS.values(), ids=WRONG_PLANS)
+def tell_plan(ends: Ends, plan: SlabPlan) -> None:
+    (peer,) = ends.sender._device_slabs._lanes
+    assert sent(ends.sender._device_slabs.wire(peer), encode(plan))
+    ends.receiver.poll(0.0)
+
+
+@pytest.mark.parametrize("wrong", UNFIT_PLANS.values(), ids=UNFIT_PLANS)
 def test_decode_prepares_nothing_for_a_plan_that_does_not_fit(ends, monkeypatch, wrong):
-    plan = planned(ends, monkeypatch)
-    before = ends.landing.num_prepared
+    with monkeypatch.context() as patch:
+        plans: list[SlabPlan] = []
+        patch.setattr(ends.receiver, "_prepare", lambda peer, plan: plans.append(plan))
+        plan = planned(ends, patch)
+    assert plans[-1] == plan
     changes = dict(wrong)
     if "blocks" in wrong:
         blocks = wrong["blocks"]
         changes["blocks"] = [msgspec.structs.replace(one, **blocks) for one in plan.blocks] if blocks else []
-    (peer,) = ends.sender._device_slabs._lanes
-    assert sent(ends.sender._device_slabs.wire(peer), encode(msgspec.structs.replace(plan, **changes)))
-    ends.receiver.poll(0.0)
-    assert ends.landing.num_prepared == before
+    tell_plan(ends, msgspec.structs.replace(plan, **changes))
+    assert ends.landing.num_prepared == 0
+    tell_plan(ends, plan)
+    assert ends.landing.num_prepared == len(plan.blocks)
+    tell_plan(ends, plan)
+    assert ends.landing.num_prepared == len(plan.blocks), "they are prepared already"
     ends.finish(ROOM)
     assert ends.landing.num_prepared == 0
 
