@@ -14,7 +14,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from typing import TypeVar
 
 import zmq
@@ -32,7 +31,7 @@ from .room_owners import EVERY, FromRouter, RoomOwners, RouterLost, ToRouter
 IDLE_WAIT_S = 0.2
 HAND_OVER_S = 0.0005  # longest wait of the computing thread for the link thread
 POLL_S = 0.00002
-LET_ON_S = 0.001  # longest wait of the link thread for an idle computing thread that has got an order
+LET_ON_S = 0.001  # longest wait of the link thread for an idle computing thread that has got a message
 COUNT_S = 0.1  # between two readings of the transport's counters in a busy thread
 INBOX_LIMIT = 4096  # events that the scheduler has not taken yet
 Opening = TypeVar("Opening", Offer, PullRequest)
@@ -79,11 +78,11 @@ class LinkWork:
                     if router in (number, EVERY):
                         control.send(message)
 
-    def turn(self, now: float, *, is_behind: bool = False, let_on: Callable[[], None] | None = None) -> None:
-        """Receive without waiting and run timers, at `now` in monotonic seconds.
+    def turn_routers(self, now: float, *, is_behind: bool = False) -> bool:
+        """Receive from routers without waiting and run timers, at `now` in monotonic seconds.
 
-        While the scheduler `is_behind`, messages of routers stay in their sockets. `let_on` is called when
-        some were delivered, before the rest of the turn.
+        While the scheduler `is_behind`, their messages stay in their sockets. Returns whether some were
+        delivered.
         """
         was_told = False
         for router, control in self.controls.items():
@@ -93,8 +92,10 @@ class LinkWork:
             lost = control.tick(now)
             if lost:
                 self._deliver(RouterLost(router=router, reason=lost))
-        if was_told and let_on is not None:
-            let_on()
+        return was_told
+
+    def turn_transport(self) -> None:
+        """Receive from the transport without waiting and run its timers."""
         for event in self.transport.poll(0.0):
             is_freed = isinstance(event, Freed)
             self._deliver(DropDone(room=event.room, epoch=event.epoch) if is_freed else event)
@@ -282,8 +283,10 @@ class WorkerLink:
         if (self._wake_r.fileno(), zmq.POLLIN) in ready:
             self._drain_wake()
         self._perform_all(work)
-        let_on = partial(self._let_on, transport) if self._is_idle else None
-        work.turn(self.clock(), is_behind=is_behind, let_on=let_on)
+        is_idle = self._is_idle
+        if work.turn_routers(self.clock(), is_behind=is_behind) and is_idle:
+            self._let_on(transport)
+        work.turn_transport()
         self._is_serving = False
         self.connected = any(control.connected for control in controls)
         self.heartbeat_s = min((control.heartbeat_s for control in controls), default=self.heartbeat_s)
@@ -292,14 +295,19 @@ class WorkerLink:
         routers.refresh()
 
     def _let_on(self, transport: PollableTransport) -> None:
-        """Leaves the interpreter's lock to a computing thread that was idle and has got an order.
+        """Leaves the interpreter's lock to a computing thread that was idle and has got a message.
 
-        The rest of a turn takes as long as the way to its first launch. Blocks and commands end the wait.
+        The rest of a turn takes as long as the way to its first launch. Work of the transport and commands
+        end the wait.
         """
-        poller = select.poll()
-        for descriptor in (self._wake_r.fileno(), *transport.pollables()):
-            poller.register(descriptor, select.POLLIN)
-        poller.poll(math.ceil(LET_ON_S * 1000))
+        now = self.clock()
+        deadline = transport.next_deadline(now)
+        wait = LET_ON_S if deadline is None else min(LET_ON_S, deadline - now)
+        if wait > 0:
+            poller = select.poll()
+            for descriptor in (self._wake_r.fileno(), *transport.pollables()):
+                poller.register(descriptor, select.POLLIN)
+            poller.poll(math.ceil(wait * 1000))
 
     def _poller_for(self, pollables: list["zmq.Socket[bytes] | int"]) -> zmq.Poller:
         """A poller for `pollables` and the wake-up; reused while they are the same."""

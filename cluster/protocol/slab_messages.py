@@ -96,10 +96,7 @@ class SlabPlan(Message, frozen=True, kw_only=True):
     The SlabBlock of each run follows when its slot is filled. Here the digests are 0.
     """
 
-    room: Id
-    epoch: Count
-    instance: Id
-    blocks: Annotated[list[SlabBlock], Meta(max_length=MAX_PLANNED)]
+    blocks: Annotated[list[SlabBlock], Meta(min_length=1, max_length=MAX_PLANNED)]
 
 
 class SlabSoon(Message, frozen=True, kw_only=True):

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 LAZY_PEER_ACCESS = 1  # cudaIpcMemLazyEnablePeerAccess
 MIN_NUMBERS = 1 << 14  # of the smallest table: 128 MiB in pages of 2 MiB and their features
-NUM_TABLES = 8
+NUM_TABLES, MAX_SPARE_TABLES = 8, 12
 MIN_TABLES = 4  # that prepared moves leave to others
 GATHER_PROGRAMS = 2.0  # of a move, for each multiprocessor: it is bound by memory
 SCATTER_PROGRAMS = 0.5  # bound by the link: the other half is left to the steps beside it
@@ -188,8 +188,8 @@ class CudaPrepared:
     table: _Table
     shape: _Shape
 
-    def start(self, pages: Iterable[int], *, is_early: bool = False) -> CudaMove:
-        return self.owner.start(self, pages, is_early=is_early)
+    def start(self, pages: Iterable[int]) -> CudaMove:
+        return self.owner.start(self, pages)
 
     def discard(self) -> None:
         self.owner.give_back(self.table)
@@ -287,18 +287,20 @@ class CudaDevice:
         table.write(shape, runs, chunks)
         return self.start(CudaPrepared(self, table, shape), pages, is_early=is_early)
 
-    def prepare(self, runs: Sequence[Spans], *, longest: int, is_write: bool) -> CudaPrepared | None:
+    def prepare(self, run: Spans, *, longest: int) -> CudaPrepared | None:
         """As `Device.prepare`."""
+        if len(self._tables) <= MIN_TABLES:
+            return None
         chunks = num_chunks(longest)
-        shape = self._shape(runs, chunks, is_write=is_write)
-        table = self._free_table(shape.size) if len(self._tables) > MIN_TABLES else None
+        shape = self._shape([run], chunks, is_write=True)
+        table = self._free_table(shape.size)
         if table is None:
             return None
-        table.write(shape, runs, chunks)
+        table.write(shape, [run], chunks)
         return CudaPrepared(self, table, shape)
 
-    def start(self, prepared: CudaPrepared, pages: Iterable[int], *, is_early: bool) -> CudaMove:
-        """Starts a prepared move."""
+    def start(self, prepared: CudaPrepared, pages: Iterable[int], *, is_early: bool = False) -> CudaMove:
+        """Starts a prepared move, on the stream of early moves if it `is_early`."""
         table, shape = prepared.table, prepared.shape
         stream = self._early_stream if is_early else self._stream
         is_held = self._order.wait(pages, stream)
@@ -318,7 +320,7 @@ class CudaDevice:
 
     def give_back(self, table: _Table) -> None:
         """Takes a table that no move uses any more."""
-        if len(self._tables) < NUM_TABLES:
+        if len(self._tables) < MAX_SPARE_TABLES:
             self._tables.append(table)
 
     def _shape(self, runs: Sequence[Spans], chunks: int, *, is_write: bool) -> _Shape:

@@ -38,8 +38,8 @@ class Move(Protocol):
 class Prepared(Protocol):
     """A move whose tables are written. It is either started or discarded, once."""
 
-    def start(self, pages: Iterable[int], *, is_early: bool = False) -> Move:
-        """As `Device.move`."""
+    def start(self, pages: Iterable[int]) -> Move:
+        """Starts the move after the launched work that uses `pages`."""
 
     def discard(self) -> None:
         """Gives the tables back."""
@@ -87,8 +87,11 @@ class Device(Protocol):
         `longest`: no span has more words; None: the device looks for the longest span.
         """
 
-    def prepare(self, runs: Sequence[Spans], *, longest: int, is_write: bool) -> Prepared | None:
-        """Does what `move` can do before the runs are there; None if too few tables are free."""
+    def prepare(self, run: Spans, *, longest: int) -> Prepared | None:
+        """Does what a move of one run into its pages can do before its bytes are there.
+
+        None if too few tables are free. `longest` as for `move`.
+        """
 
 
 def longest_of(runs: Sequence[Spans]) -> int:

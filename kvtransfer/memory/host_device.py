@@ -58,12 +58,11 @@ class HostPrepared:
     """A prepared move of a `HostDevice`; see `Prepared`."""
 
     owner: "HostDevice"
-    runs: Sequence[Spans]
-    is_write: bool
+    run: Spans
 
-    def start(self, pages: Iterable[int], *, is_early: bool = False) -> HostMove:
+    def start(self, pages: Iterable[int]) -> HostMove:
         self.owner.num_prepared -= 1
-        return self.owner.move(self.runs, pages, is_write=self.is_write, is_early=is_early)
+        return self.owner.move([self.run], pages, is_write=True)
 
     def discard(self) -> None:
         self.owner.num_prepared -= 1
@@ -84,7 +83,7 @@ class HostDevice:
 
     def __init__(self, order: PageOrder, *, polls: int = 1, max_bytes: int = 1 << 40) -> None:
         self.polls = polls
-        self.num_prepared = 0  # moves that are neither started nor discarded
+        self.num_prepared, self.max_prepared = 0, 4  # moves that are neither started nor discarded
         self._order, self._max_bytes = order, max_bytes
         self._owned: dict[int, _Memory] = {}
         self._opened: dict[bytes, _Memory] = {}
@@ -175,11 +174,13 @@ class HostDevice:
         (self._early if is_early else self._queue).append(move)
         return move
 
-    def prepare(self, runs: Sequence[Spans], *, longest: int, is_write: bool) -> HostPrepared:
+    def prepare(self, run: Spans, *, longest: int) -> HostPrepared | None:
         """As `Device.prepare`."""
-        assert longest_of(runs) <= longest, f"spans of {longest_of(runs)} words"
+        if self.num_prepared >= self.max_prepared:
+            return None
+        assert longest_of([run]) <= longest, f"spans of {longest_of([run])} words"
         self.num_prepared += 1
-        return HostPrepared(self, runs, is_write)
+        return HostPrepared(self, run)
 
     def die(self) -> None:
         """Ends as a killed process does: nothing is mapped any more, and no move runs."""

@@ -31,7 +31,7 @@ from ...cluster.protocol.messages import (
     Pull,
     Release,
 )
-from ...cluster.protocol.slab_messages import SlabBlock, SlabPlan, SlabSoon
+from ...cluster.protocol.slab_messages import SlabBlock, SlabSoon
 from ...cluster.security.ciphers import CRC32C
 from ..transport import Complete, Landed, Lost, PullRequest
 from .layout import KVLayout, RoomStream, Segment
@@ -236,7 +236,7 @@ class ReceiverSession:
         room.is_awaited = True
         return True
 
-    def attached_room(self, peer: Peer, message: SlabBlock | SlabPlan | SlabSoon) -> ReceiverRoom | None:
+    def attached_room(self, peer: Peer, message: SlabBlock | SlabSoon) -> ReceiverRoom | None:
         """The room of an unasked message, if it is of the room's attempt and process, and its layout is
         known.
         """

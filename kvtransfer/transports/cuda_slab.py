@@ -220,15 +220,14 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             self._early.append(filling)
             planned += filling.headers
             has_begun = True
-        self._tell_plan(lane, run, planned)
+        self._tell_plan(lane, run.peer, planned)
         return has_begun
 
-    def _tell_plan(self, lane: DeviceLane, run: SendBlock, planned: list[SlabBlock]) -> None:
+    def _tell_plan(self, lane: DeviceLane, peer: Peer, planned: list[SlabBlock]) -> None:
         """Tells decode of the early runs of a room, if it listens. A plan that does not arrive costs time."""
-        wire = self.wire(run.peer) if planned and lane.request.hears_plan else None
+        wire = self.wire(peer) if planned and lane.request.hears_plan else None
         if wire is not None:
-            plan = SlabPlan(room=run.room, epoch=run.epoch, instance=self._instance, blocks=planned)
-            sent(wire, encode(plan))
+            sent(wire, encode(SlabPlan(blocks=planned)))
 
     def end_early(self, room: str, epoch: int, now: float) -> Iterator[tuple[SendBlock, SlabBlock]]:
         """The early runs of a room whose forward has ended, one by one, with their headers.

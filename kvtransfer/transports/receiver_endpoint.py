@@ -17,10 +17,9 @@ from ...cluster.protocol.messages import Block, KVWelcome, Layout, Release
 from ...cluster.protocol.slab_messages import SlabBlock, SlabDown, SlabPlan, SlabSoon, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import Arrival, BlockWriter
-from ..memory.device import Device, Move, Spans
+from ..memory.device import Device, Move
 from ..memory.pinning import Bytes
-from ..memory.span_cutter import ReceiverPages, RunPlaces, pages_of_run
-from ..protocol.layout import Crc, KVLayout, RoomStream, Segment, block_digest, device_digest, digest_seed
+from ..protocol.layout import Crc, KVLayout, Segment, block_digest, device_digest, digest_seed
 from ..protocol.peer_link import PeerLink
 from ..protocol.rank_pairs import WHOLE, Shard
 from ..protocol.receiver import ReceiverSession, count_of
@@ -29,10 +28,10 @@ from ..protocol.session import LEASE_S, WINDOW, CloseLink, Effect, Notify, Peer,
 from ..transport import Complete, Lost, Offer, Planes, PullRequest
 from .cuda_slab import NEWS_S, SLOT_BYTES, SOON_S, SPIN_S, device_of, host_id, next_poll
 from .endpoint import Clock, Endpoint
+from .landing_moves import LandingMoves, Run
 from .nixl import Arrived, PairReads
 from .nixl_agent import OpenAgent, open_nixl
 from .path_rates import PathRates
-from .planned_landings import PlannedLandings, Run
 from .shm import ReceiverSlabs
 from .slab_lanes import SlabCounters
 
@@ -94,12 +93,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._decoder = kv_down_frames()
         self._is_gathering = False  # outgoing messages wait, to share a frame
         self._owes_turn = False  # the end of a room went to the owner before the rest of a turn
-        self._device = device
-        self._pages = None if device is None else ReceiverPages(planes)
+        self._moves = None if device is None else LandingMoves(device, planes)
         self._landings: list[Landing] = []
         self._soon_until = 0.0  # until then, decode waits for a run that prefill has announced
-        self._places: dict[str, dict[Peer, tuple[RoomStream, RunPlaces]]] = {}  # memory of open rooms' parts
-        self._planned = PlannedLandings()
         self._paths = PathRates()
         self._slabs = ReceiverSlabs(
             instance,
@@ -139,8 +135,9 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         self._perform(self.session.pull(request, self._clock()))
         for room in self.session.parts_of(request.room):
             _, slots = self._slabs.run_of(room.peer)
-            if room.request is request and slots is not None and room.stream and room.stream.num_blocks:
-                self._places_of(room, room.stream)  # now, while prefill computes
+            stream = room.stream if room.request is request else None
+            if self._moves is not None and slots is not None and stream is not None and stream.num_blocks:
+                self._moves.place(room, stream)  # now, while prefill computes
             self._tell(room.peer, self._slabs.ask_again(room.peer, self._clock()))
             if self._nixl is not None:
                 self._nixl.ask_again(room.peer, self._clock())
@@ -149,7 +146,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
         """As `KVTransport.release`."""
         self._perform(self.session.release(room, epoch, reason, self._clock()))
         self._finish_landings(room, epoch)
-        self._forget_moves(room)
+        if self._moves is not None and not self.session.parts_of(room):
+            self._moves.forget(room)
         self._forget_events(room, epoch)
 
     @property
@@ -228,7 +226,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                 self._soon_until = now + SOON_S
             return []
         if isinstance(message, SlabPlan):
-            self._prepare(peer, message)
+            if self._moves is not None:
+                self._plan(self._moves, peer, message)
             return []
         if isinstance(message, SlabDown):
             answers = self._slabs.handle(peer, message)
@@ -266,13 +265,17 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _set_runs(self, peer: Peer) -> None:
         """Pulls over the link ask for as many blocks as a slot of the pair's slab holds."""
-        link = self.session.link_of(peer)
+        link, (run_blocks, slots) = self.session.link_of(peer), self._slabs.run_of(peer)
         if link is not None:
-            link.pull_runs(*self._slabs.run_of(peer))
+            link.pull_runs(run_blocks, slots)
+        if slots is None and self._moves is not None:
+            self._moves.unplan(peer)
 
     def _close_slabs(self) -> None:
         for landing in self._landings:
             landing.move.wait()
+        if self._moves is not None:
+            self._moves.close()
         self._slabs.close()
         if self._nixl is not None:
             self._nixl.close()
@@ -360,7 +363,7 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
 
     def _begin_landing(self, peer: Peer, blocks: Sequence[SlabBlock], now: float) -> list[Effect]:
         """Starts to write runs from device memory into their pages; `_settle_landings` goes on."""
-        assert self._device is not None, "the slab was mapped"
+        assert self._moves is not None, "the slab was mapped"
         effects: list[Effect] = []
         begun: list[Run] = []
         for block in blocks:
@@ -383,63 +386,25 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
             begun.append(Run(block, link.rooms[block.room], stream, slot))
         if begun:
             self._soon_until = 0.0
-            move = self._started(begun)
+            move = self._moves.start(begun)
             requests = [run.room.request for run in begun]
             self._landings.append(Landing(peer, [run.block for run in begun], requests, move, now))
             for _ in begun:
                 self.reach("receiver:scatter")
         return effects
 
-    def _started(self, runs: Sequence[Run]) -> Move:
-        """Starts to write `runs` into their pages."""
-        assert self._device is not None, "the slab was mapped"
-        if len(runs) == 1 and (move := self._planned.start(runs[0])) is not None:
-            return move
-        spans, pages, longest = list[Spans](), list[int](), 0
-        for run in runs:
-            its_spans, its_pages, its_longest = self._placed(run)
-            spans.append(its_spans)
-            pages += its_pages
-            longest = max(longest, its_longest)
-        return self._device.move(spans, pages, is_write=True, longest=longest)
-
-    def _prepare(self, peer: Peer, plan: SlabPlan) -> None:
+    def _plan(self, moves: LandingMoves, peer: Peer, plan: SlabPlan) -> None:
         """Prepares the moves of the runs that come behind the forward under way."""
-        room = self.session.attached_room(peer, plan)
-        if self._device is None or room is None or room.stream is None:
-            return
-        stream = room.stream
         for block in plan.blocks:
-            slot, end = self._slabs.slot(peer, block), block.block + block.count
-            fits = end <= stream.num_blocks and block.size == stream.block_size(block.block, block.count)
-            if slot is None or not fits or self._planned.has(run := Run(block, room, stream, slot)):
-                continue
-            spans, pages, longest = self._placed(run)
-            move = self._device.prepare([spans], longest=longest, is_write=True)
-            if move is not None:
-                self._planned.add(run, move, pages)
-
-    def _placed(self, run: Run) -> tuple[Spans, Sequence[int], int]:
-        """The spans of a run, its pages, and the words of the longest span of its room."""
-        block, stream, places = run.block, run.stream, self._places_of(run.room, run.stream)
-        begin = block.block * stream.block_bytes
-        spans = places.spans(begin, begin + block.size, run.slot)
-        pages = pages_of_run(stream, block.block, block.count, run.room.request.pages)
-        return spans, pages, places.longest
-
-    def _forget_moves(self, room: str) -> None:
-        """Forgets what was prepared for a room that has ended."""
-        self._places.pop(room, None)
-        self._planned.forget(room)
-
-    def _places_of(self, room: ReceiverRoom, stream: RoomStream) -> RunPlaces:
-        """The memory of all blocks of a room. There must be a device."""
-        assert self._pages is not None, "there is a device"
-        parts = self._places.setdefault(room.request.room, {})
-        known = parts.get(room.peer)
-        if known is None or known[0] is not stream:
-            known = parts[room.peer] = (stream, self._pages.places(stream, room.request))
-        return known[1]
+            room, slot = self.session.attached_room(peer, block), self._slabs.slot(peer, block)
+            stream = None if room is None else room.stream
+            if room is None or stream is None or slot is None:
+                return
+            fits = block.block + block.count <= stream.num_blocks
+            if not fits or block.size != stream.block_size(block.block, block.count):
+                return
+            if not moves.plan(Run(block, room, stream, slot)):
+                return
 
     def _is_landing(self, peer: Peer, block: Block | SlabBlock) -> bool:
         """Whether moves write some of these blocks into their pages now."""
@@ -613,8 +578,8 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
                     self._paths.add(effect.event)
                 if isinstance(effect.event, Lost):
                     self._finish_landings(effect.event.room, effect.event.epoch)
-                if isinstance(effect.event, Lost | Complete):
-                    self._forget_moves(effect.event.room)
+                if isinstance(effect.event, Lost | Complete) and self._moves is not None:
+                    self._moves.forget(effect.event.room)
                 self._events.append(effect.event)
             elif isinstance(effect, CloseLink):
                 self._close_link(effect.peer)

@@ -85,7 +85,7 @@ def test_prepared_moves_start_in_any_order_and_leave_tables_to_others():
     prepared = []
     for number, ids in enumerate(cuts):
         run = spans(source, slab + number * 2 * PAGE_BYTES, ids, is_gather=True)
-        prepared.append(device.prepare([run], longest=PAGE_BYTES // 4, is_write=False))
+        prepared.append(device.prepare(run, longest=PAGE_BYTES // 4))
     num_ready = NUM_TABLES - MIN_TABLES
     assert [one is not None for one in prepared] == [number < num_ready for number in range(len(cuts))]
     first, *others = prepared[:num_ready]
@@ -93,9 +93,8 @@ def test_prepared_moves_start_in_any_order_and_leave_tables_to_others():
     assert found == [[digest(source, ids)] for ids in reversed(cuts[1:num_ready])]
     first.discard()
     run = spans(source, slab, cuts[-1], is_gather=True)
-    assert device.prepare([run], longest=PAGE_BYTES // 4, is_write=False).start([]).wait() == [
-        digest(source, cuts[-1])
-    ]
+    again = device.prepare(run, longest=PAGE_BYTES // 4)
+    assert again.start([]).wait() == [digest(source, cuts[-1])]
     assert len(device._tables) == NUM_TABLES, "all are back"
     device.free(slab)
 

@@ -489,7 +489,8 @@ class WorkerProcess(Process):
         try:
             while self.link.commands:
                 self.work.perform(self.link.commands.popleft())
-            self.work.turn(self.link_clock())
+            self.work.turn_routers(self.link_clock())
+            self.work.turn_transport()
         except Died:
             return
         self.link.heartbeat_s = self.control.heartbeat_s

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+import zmq
 from baton.cluster.net.control_link import LinkMachine, LinkQueues
 from baton.cluster.protocol.codec import control_up_decoder, encode
 from baton.cluster.protocol.messages import (
@@ -175,6 +176,9 @@ class QuietTransport:
     def __init__(self, notes, descriptors=()):
         self.notes, self.descriptors = notes, list(descriptors)
 
+        self.due_at = None
+        self.frees_later, self.counters = False, {}
+
     def poll(self, timeout):
         self.notes.append("transport")
         return []
@@ -182,20 +186,44 @@ class QuietTransport:
     def pollables(self):
         return self.descriptors
 
+    def next_deadline(self, now):
+        return self.due_at
 
-def test_the_computing_thread_goes_on_before_the_rest_of_a_turn():
-    link, notes = CrawlingLink(), []
-    link.tick(0.0)
-    link.receive()
-    work = LinkWork({0: link}, QuietTransport(notes), lambda event: notes.append("order"))
-    work.turn(0.1, let_on=lambda: notes.append("let on"))
-    assert notes == ["transport"], "there was no order"
-    link.inbox.append([encode(order())])
-    work.turn(0.2, let_on=lambda: notes.append("let on"))
-    assert notes[1:] == ["order", "let on", "transport"]
-    link.inbox.append([encode(order(epoch=1))])
-    work.turn(0.3)
-    assert notes[4:] == ["order", "transport"], "the computing thread is busy"
+
+class OneLink:
+    """The control links of one router."""
+
+    def __init__(self, link):
+        link.socket = None  # nobody polls it
+        self.links = {0: link}
+
+    def refresh(self):
+        pass
+
+
+def test_only_an_idle_computing_thread_goes_on_before_the_rest_of_a_turn(monkeypatch):
+    control, notes = CrawlingLink(), []
+    control.tick(0.0)
+    control.receive()
+    transport = QuietTransport(notes)
+    work = LinkWork({0: control}, transport, lambda event: notes.append("order"))
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    monkeypatch.setattr(link, "_let_on", lambda transport: notes.append("let on"))
+    monkeypatch.setattr(link, "_poller_for", lambda pollables: zmq.Poller())
+    monkeypatch.setattr("baton.worker.link.IDLE_WAIT_S", 0.0)
+    for epoch, (is_idle, has_order, expected) in enumerate(
+        (
+            (True, False, ["transport"]),
+            (True, True, ["order", "let on", "transport"]),
+            (False, True, ["order", "transport"]),
+        )
+    ):
+        notes.clear()
+        link._is_idle = is_idle
+        control.inbox += [[encode(order(epoch=epoch))]] if has_order else []
+        link._turn(work, OneLink(control), transport)
+        assert notes == expected, (is_idle, has_order)
+    link.close()
 
 
 def test_only_a_waiting_computing_thread_is_idle():
@@ -228,4 +256,16 @@ def test_a_command_or_a_block_ends_the_time_of_the_computing_thread(monkeypatch)
     finally:
         os.close(read)
         os.close(write)
+    link.close()
+
+
+@pytest.mark.parametrize("due_s", [-1.0, 0.0, 0.01])
+def test_due_work_of_the_transport_ends_the_time_of_the_computing_thread(monkeypatch, due_s):
+    monkeypatch.setattr("baton.worker.link.LET_ON_S", 60.0)
+    link = WorkerLink(lambda context: pytest.fail("the thread does not run"))
+    transport = QuietTransport([])
+    began = time.monotonic()
+    transport.due_at = link.clock() + due_s
+    link._let_on(transport)
+    assert time.monotonic() < began + 30
     link.close()

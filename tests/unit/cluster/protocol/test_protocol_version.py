@@ -54,7 +54,7 @@ REQUIRED = {
         "Announce": "room epoch instance tokens_ready",
         "Block": "room epoch instance block size digest",
         "SlabBlock": "room epoch instance block size digest slab slot lease_ms",
-        "SlabPlan": "room epoch instance blocks",
+        "SlabPlan": "blocks",
         "SlabSoon": "room epoch instance",
         "SlabGrant": "instance token slab num_slots slot_bytes",
         "SlabDenied": "instance token reason",

@@ -184,7 +184,7 @@ def test_decode_looks_up_its_memory_at_the_pull_of_each_attempt(start, monkeypat
     before, epoch, pages = pair.target.kv.clone(), 0, old_pages
     if end == "release":
         pair.receiver.release(FIRST, 0, "cancel")
-        assert not pair.receiver._places
+        assert not pair.receiver._moves._parts
         return
     if end == "newer attempt":
         epoch, pages, features = 1, new_pages, torch.zeros(10, 1024, dtype=torch.uint8)
@@ -201,7 +201,7 @@ def test_decode_looks_up_its_memory_at_the_pull_of_each_attempt(start, monkeypat
         pair.sender.launched(FIRST, epoch, 0, NUM_TOKENS)
     pair.sender.advance(FIRST, epoch, NUM_TOKENS, 42)
     assert outcome(pair.run()) == ["Complete", "Released"]
-    assert not pair.receiver._places
+    assert not pair.receiver._moves._parts
     assert torch.equal(pair.target.kv[pages], pair.source.kv[:10])
     assert torch.equal(features, pair.source.features[:10])
     others = [page for page in range(12) if page not in pages]

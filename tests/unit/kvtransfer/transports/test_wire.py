@@ -12,6 +12,7 @@ from baton.cluster.protocol.slab_messages import SlabBlock, SlabPlan, SlabSoon
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.host_device import HostDevice, HostPrepared
 from baton.kvtransfer.transport import Complete, Offer, Planes, PullRequest, Released
+from baton.kvtransfer.transports.landing_moves import PLANNED_RUNS
 from baton.kvtransfer.transports.wire import received, sent
 from baton.kvtransfer.transports.zmq_blocks import ZmqBlocksReceiver, ZmqBlocksSender
 
@@ -156,7 +157,7 @@ def frames_of(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> list[object]:
     take = ends.receiver._take_frame
 
     def listen(peer, frame):
-        heard.extend(ends.receiver._decoder.messages(frame)[0])
+        heard.extend(ends.receiver._decoder.messages(frame)[0] if frame else ())
         take(peer, frame)
 
     monkeypatch.setattr(ends.receiver, "_take_frame", listen)
@@ -226,10 +227,60 @@ def test_prefill_sends_no_plan_to_decode_that_does_not_know_it(ends, monkeypatch
     assert not any(isinstance(message, SlabPlan) for message in heard)
 
 
-def test_moves_of_a_room_that_ends_are_discarded(ends, monkeypatch):
+def lose_the_room(ends):
+    ends.sender.release(ROOM, 0, "the prompt failed")
+    for _ in range(3):
+        ends.sender.poll(0.005), ends.receiver.poll(0.005)
+
+
+def lose_the_link(ends):
+    (peer,) = ends.receiver._slabs._asked
+    ends.receiver._close_link(peer)
+
+
+def lose_the_slab(ends):
+    ((_, wire),) = ends.receiver._wires()
+    wire.shutdown(socket.SHUT_RDWR)
+    ends.receiver.poll(0.005)
+
+
+ENDS_OF_PLANS = {
+    "release": lambda ends: ends.receiver.release(ROOM, 0, "the client has left"),
+    "the room is lost": lose_the_room,
+    "the link is lost": lose_the_link,
+    "the slab is lost": lose_the_slab,
+    "decode ends": lambda ends: ends.receiver.close(),
+}
+
+
+@pytest.mark.parametrize("end", ENDS_OF_PLANS.values(), ids=ENDS_OF_PLANS)
+def test_prepared_moves_are_discarded_when_what_they_are_for_ends(ends, monkeypatch, end):
+    planned(ends, monkeypatch)
+    assert ends.landing.num_prepared > 0
+    end(ends)
+    assert ends.landing.num_prepared == 0
+
+
+def test_the_end_of_an_earlier_attempt_leaves_the_moves_of_a_later_one(ends, monkeypatch):
+    planned(ends, monkeypatch)
+    before = ends.landing.num_prepared
+    ends.receiver.release(ROOM, -1, "late word of an attempt that was given up")
+    assert ends.landing.num_prepared == before > 0
+    ends.finish(ROOM)
+
+
+def test_without_a_free_table_the_runs_of_a_plan_are_moved_like_others(ends, monkeypatch):
+    ends.landing.max_prepared = 0
+    planned(ends, monkeypatch)
+    assert ends.landing.num_prepared == 0
+    moves = count_moves(ends, monkeypatch)
+    ends.finish(ROOM)
+    assert sum(moves) > 0
+
+
+def test_nothing_lands_for_a_released_room(ends, monkeypatch):
     planned(ends, monkeypatch)
     ends.receiver.release(ROOM, 0, "the client has left")
-    assert ends.landing.num_prepared == 0
     ends.sender.advance(ROOM, 0, NUM_TOKENS, 7)
     for _ in range(20):
         ends.receiver.poll(0.005), ends.sender.poll(0.005)
@@ -237,29 +288,28 @@ def test_moves_of_a_room_that_ends_are_discarded(ends, monkeypatch):
     ends.hand_over("d" * 32)
 
 
-def swapped(plan: SlabPlan) -> list[SlabBlock]:
-    """The blocks of a plan, each in the slot of another one."""
-    first, *others = plan.blocks
+def swapped(blocks: list[SlabBlock]) -> list[SlabBlock]:
+    """The runs of a plan, each in the slot of another one."""
+    first, *others = blocks
     slots = [block.slot for block in (*others, first)]
-    return [msgspec.structs.replace(block, slot=slot) for block, slot in zip(plan.blocks, slots, strict=True)]
+    return [msgspec.structs.replace(block, slot=slot) for block, slot in zip(blocks, slots, strict=True)]
 
 
 def test_a_plan_that_is_not_kept_moves_nothing(ends, monkeypatch):
     """Prefill names other slots than those that it fills."""
     ends.hand_over("a" * 32)
     ends.hand_over("b" * 32)
-    (lanes,) = [ends.sender._device_slabs]
+    lanes = ends.sender._device_slabs
     monkeypatch.setattr("baton.kvtransfer.transports.cuda_slab._early_parts", lambda n: (1,) * n)
     tell = lanes._tell_plan
 
-    def mislead(lane, run, blocks):
-        plan = SlabPlan(room=run.room, epoch=run.epoch, instance=P, blocks=blocks)
-        tell(lane, run, swapped(plan))
+    def mislead(lane, peer, blocks):
+        tell(lane, peer, swapped(blocks))
 
     monkeypatch.setattr(lanes, "_tell_plan", mislead)
     ends.launch(ROOM)
     ends.receiver.poll(0.0)
-    assert ends.landing.num_prepared == 3
+    assert ends.landing.num_prepared == PLANNED_RUNS == 2
     moves = count_moves(ends, monkeypatch)
     ends.finish(ROOM)
     assert sum(moves) == 3
@@ -271,12 +321,11 @@ UNFIT_PLANS = {
     "another room": {"room": "d" * 32},
     "another attempt": {"epoch": 1},
     "another process": {"instance": D},
-    "blocks behind the prompt": {"blocks": {"block": NUM_PAGES - 1}},
-    "a huge block number": {"blocks": {"block": 2**48}},
-    "another size": {"blocks": {"size": 4096}},
-    "a slot behind the slab": {"blocks": {"slot": 2**31 - 1}},
-    "another slab": {"blocks": {"slab": "e" * 32}},
-    "nothing": {"blocks": None},
+    "blocks behind the prompt": {"block": NUM_PAGES - 1},
+    "a huge block number": {"block": 2**48},
+    "another size": {"size": 4096},
+    "a slot behind the slab": {"slot": 2**31 - 1},
+    "another slab": {"slab": "e" * 32},
 }
 
 
@@ -290,14 +339,10 @@ def tell_plan(ends: Ends, plan: SlabPlan) -> None:
 def test_decode_prepares_nothing_for_a_plan_that_does_not_fit(ends, monkeypatch, wrong):
     with monkeypatch.context() as patch:
         plans: list[SlabPlan] = []
-        patch.setattr(ends.receiver, "_prepare", lambda peer, plan: plans.append(plan))
+        patch.setattr(ends.receiver, "_plan", lambda moves, peer, plan: plans.append(plan))
         plan = planned(ends, patch)
     assert plans[-1] == plan
-    changes = dict(wrong)
-    if "blocks" in wrong:
-        blocks = wrong["blocks"]
-        changes["blocks"] = [msgspec.structs.replace(one, **blocks) for one in plan.blocks] if blocks else []
-    tell_plan(ends, msgspec.structs.replace(plan, **changes))
+    tell_plan(ends, SlabPlan(blocks=[msgspec.structs.replace(one, **wrong) for one in plan.blocks]))
     assert ends.landing.num_prepared == 0
     tell_plan(ends, plan)
     assert ends.landing.num_prepared == len(plan.blocks)
