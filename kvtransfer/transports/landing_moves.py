@@ -109,11 +109,6 @@ class LandingMoves:
             if peer in parts:
                 parts[peer].discard()
 
-    def close(self) -> None:
-        """Forgets all rooms."""
-        for room in list(self._parts):
-            self.forget(room)
-
     def _part_of(self, room: ReceiverRoom, stream: RoomStream) -> _Part:
         parts = self._parts.setdefault(room.request.room, {})
         known = parts.get(room.peer)

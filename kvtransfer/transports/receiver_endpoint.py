@@ -274,8 +274,6 @@ class ReceiverEndpoint(Endpoint[SendMessage]):
     def _close_slabs(self) -> None:
         for landing in self._landings:
             landing.move.wait()
-        if self._moves is not None:
-            self._moves.close()
         self._slabs.close()
         if self._nixl is not None:
             self._nixl.close()

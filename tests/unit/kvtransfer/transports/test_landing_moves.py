@@ -77,7 +77,8 @@ def test_a_part_has_few_prepared_moves_and_the_device_has_a_bound(decode):
     assert planned == [True] * PLANNED_RUNS + [False]
     others = [decode.moves.plan(decode.run(number, 1, room=OTHER, peer=f"{number}")) for number in range(4)]
     assert sum(others) == decode.device.max_prepared - PLANNED_RUNS
-    decode.moves.close()
+    for room in (ROOM, OTHER):
+        decode.moves.forget(room)
     assert decode.device.num_prepared == 0
 
 
