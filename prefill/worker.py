@@ -474,7 +474,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
 
     def _publish(self, chunks: Chunks, firsts: SampleOutput) -> None:
         tokens, bad = firsts.tokens.tolist(), firsts.bad_rows.tolist()
-        row = 0
+        row, finished = 0, list[PrefillRoom]()
         for chunk in chunks:
             request = chunk.room.request
             if chunk.room.state is not PrefillState.RUNNING:  # it ended while the device computed it
@@ -490,7 +490,12 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 scored = firsts.token_logprobs(row, request.sampling.logprobs)
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None
                 self._finish(chunk.room, tokens[row], logprob)
+                finished.append(chunk.room)
             row += chunk.is_last
+        if finished:
+            self.link.hand_over()  # clients wait for token 1, and nobody for what follows
+        for room in finished:
+            self._log_end(room)
 
     def _cache_computed(self) -> None:
         """Offer the pages of computed prompts to the prefix cache.
@@ -550,9 +555,11 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 ready_at=now,
             )
         )
+
+    def _log_end(self, room: PrefillRoom) -> None:
         extra = fields(
             **room.log_fields,
-            tokens=request.num_prompt,
+            tokens=room.request.num_prompt,
             cached=room.cached_tokens,
             pulled=room.pulled_tokens,
             chunks=room.chunks,

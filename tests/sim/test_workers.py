@@ -240,6 +240,32 @@ def test_the_first_token_is_out_before_the_hand_off_ends(model):
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.parametrize("num_prompts", [1, 3])
+def test_prefill_gives_way_when_all_first_tokens_are_posted(model, monkeypatch, caplog, num_prompts):
+    """Behind the announcements of the hand-offs, and before its own log."""
+    pair = Pair(model, pages=96, chunk_size=0)
+    link, seen = pair.links[P], []
+    monkeypatch.setattr(
+        link,
+        "hand_over",
+        lambda: seen.append(
+            (
+                sum(isinstance(message, FirstToken) for message in link.to_router),
+                sum(isinstance(command, Advance) for command in link.commands),
+                "prefill completed" in caplog.messages,
+            )
+        ),
+    )
+    for number in range(num_prompts):
+        pair.send(name(number), [4, 5, 6 + number])
+    with caplog.at_level("INFO"):
+        pair.prefill.step()
+    assert seen == [(num_prompts, num_prompts, False)]
+    assert caplog.messages.count("prefill completed") == num_prompts
+    pair.prefill.step()
+    assert len(seen) == 1, "nothing was posted since"
+
+
 @pytest.mark.parametrize(("reason", "level"), [(LEFT, "INFO"), ("its lease ended", "WARNING")])
 def test_a_hand_off_dropped_because_the_router_left_is_no_fault(model, caplog, reason, level):
     pair = Pair(model, pages=96)
