@@ -492,8 +492,9 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._finish(chunk.room, tokens[row], logprob)
                 finished.append(chunk.room)
             row += chunk.is_last
-        if finished:
-            self.link.hand_over()  # clients wait for token 1, and nobody for what follows
+        waiting = (PrefillState.QUEUED, PrefillState.RUNNING)
+        if finished and not any(map(self.queues.count, waiting)):  # nobody waits but the clients of token 1
+            self.link.hand_over()
         for room in finished:
             self._log_end(room)
 

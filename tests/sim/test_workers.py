@@ -264,6 +264,15 @@ def test_prefill_gives_way_when_all_first_tokens_are_posted(model, monkeypatch, 
     assert caplog.messages.count("prefill completed") == num_prompts
     pair.prefill.step()
     assert len(seen) == 1, "nothing was posted since"
+    pair.prefill.scheduler.chunk_size = 8
+    pair.send(name(7), [7, 8, 9])
+    pair.send(name(8), list(range(10, 40)))
+    pair.prefill.step()
+    assert sum(isinstance(message, FirstToken) for message in pair.links[P].to_router) == num_prompts + 1
+    assert len(seen) == 1, "a prompt waits for its next forward"
+    while len(seen) == 1:
+        pair.prefill.step()
+    assert seen[1][0] == num_prompts + 2
 
 
 @pytest.mark.parametrize(("reason", "level"), [(LEFT, "INFO"), ("its lease ended", "WARNING")])
