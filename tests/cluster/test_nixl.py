@@ -35,7 +35,7 @@ def endpoint(tmp_path: Path) -> str:
 def connect(prefill: Peer, decode: Peer, room: int = 0) -> int:
     """Hands rooms over until all blocks of one were read through NIXL. Returns the next room.
 
-    A pair whose first connection is late, on a busy machine, sends messages and tries again after ASK_AGAIN_S.
+    A pair whose first connection is late, on a busy machine, tries again after ASK_AGAIN_S.
     """
     until = time.monotonic() + ASK_AGAIN_S + 15
     while time.monotonic() < until:
