@@ -7,9 +7,7 @@ Commands are performed in order. A page that was given to the transport belongs 
 terminal event comes back, also after `Drop`.
 """
 
-import math
 import queue
-import select
 import socket
 import threading
 import time
@@ -21,6 +19,7 @@ import zmq
 from ..cluster.errors import BatonError, LocalProtocolError, StartupError
 from ..cluster.net.control_link import LinkQueues
 from ..cluster.net.router_links import RouterLinks
+from ..cluster.net.sockets import wait_readable
 from ..cluster.process.running_clock import RunningClock
 from ..cluster.process.watchdog import Watchdog
 from ..cluster.protocol.messages import ControlUp
@@ -304,10 +303,7 @@ class WorkerLink:
         deadline = transport.next_deadline(now)
         wait = LET_ON_S if deadline is None else min(LET_ON_S, deadline - now)
         if wait > 0:
-            poller = select.poll()
-            for descriptor in (self._wake_r.fileno(), *transport.pollables()):
-                poller.register(descriptor, select.POLLIN)
-            poller.poll(math.ceil(wait * 1000))
+            wait_readable((self._wake_r.fileno(), *transport.pollables()), wait)
 
     def _poller_for(self, pollables: list["zmq.Socket[bytes] | int"]) -> zmq.Poller:
         """A poller for `pollables` and the wake-up; reused while they are the same."""

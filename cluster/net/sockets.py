@@ -10,9 +10,11 @@ authenticates both ends. Without keys, a bind address beyond loopback requires `
 import asyncio
 import errno
 import ipaddress
+import math
 import os
+import select
 import socket as stdlib_socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import zmq
 
@@ -195,6 +197,14 @@ def check_bind_address(
             f"{named or endpoint}: other hosts can connect and are not authenticated; bind 127.0.0.1"
             f"{f', {remedy}' if remedy else ''}, or add --trusted-network if only trusted hosts can connect"
         )
+
+
+def wait_readable(descriptors: Iterable[int], seconds: float) -> bool:
+    """Waits up to `seconds`, in whole milliseconds, until one is readable. False: none is."""
+    poller = select.poll()  # `select` takes no descriptors above 1023
+    for descriptor in descriptors:
+        poller.register(descriptor, select.POLLIN)
+    return bool(poller.poll(max(0, math.ceil(seconds * 1000))))
 
 
 def recv_parts(

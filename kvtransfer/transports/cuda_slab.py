@@ -201,7 +201,7 @@ class DeviceLanes(SlabLanes[DeviceLane]):
         """
         lane = self._lanes.get(run.peer)
         self._drop_done()
-        run_blocks, has_begun = 0 if lane is None else lane.slab.slot_bytes // run.stream.block_bytes, False
+        run_blocks = 0 if lane is None else lane.slab.slot_bytes // run.stream.block_bytes
         if lane is None or not run_blocks:
             return False  # decode chose the size of the slots
         self._places_of(run)  # now, while the forward runs: pulls need them as well
@@ -215,13 +215,12 @@ class DeviceLanes(SlabLanes[DeviceLane]):
                 break
             item, left = left.cut(slots.count * run_blocks)
             filling = self._filling(lane.slab, [(item, slots)], now, is_early=True)
-            if lane.request.hears_soon and not has_begun:
+            if lane.request.hears_soon and not planned:
                 filling.soon = encode(SlabSoon(room=run.room, epoch=run.epoch, instance=self._instance))
             self._early.append(filling)
             planned += filling.headers
-            has_begun = True
         self._tell_plan(lane, run.peer, planned)
-        return has_begun
+        return bool(planned)
 
     def _tell_plan(self, lane: DeviceLane, peer: Peer, planned: list[SlabBlock]) -> None:
         """Tells decode of the early runs of a room, if it listens. A plan that does not arrive costs time."""
@@ -306,23 +305,8 @@ class DeviceLanes(SlabLanes[DeviceLane]):
             pages += pages_of_run(item.stream, item.block, item.count, item.pages)
             longest = max(longest, places.longest)
         move = self._device.move(runs, pages, is_write=False, is_early=is_early, longest=longest)
-        headers = [self._header(slab, item, slot) for item, slot in fresh]
+        headers = [self._header(item, slab, slot) for item, slot in fresh]
         return _Filling(fresh[0][0].peer, slab, fresh, headers, move, now)
-
-    def _header(self, slab: DeviceSlab, item: SendBlock, slot: Slot) -> SlabBlock:
-        """The header of a run, without its digest."""
-        return SlabBlock(
-            room=item.room,
-            epoch=item.epoch,
-            instance=self._instance,
-            block=item.block,
-            size=item.size,
-            digest=0,
-            slab=slab.id,
-            slot=slot.index,
-            lease_ms=int(self._lease_s * 1000),
-            count=item.count,
-        )
 
     def _places_of(self, item: SendBlock) -> RunPlaces:
         """The memory of all blocks of the item's room. A cut of it takes less than the runs one by one."""

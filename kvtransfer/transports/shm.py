@@ -136,19 +136,6 @@ class HostLanes(SlabLanes[H]):
     def _count_block(self, item: SendBlock) -> None:
         """Counts a filled block."""
 
-    def _header(self, item: SendBlock, slab: ShmSlab, slot: Slot, digest: int) -> SlabBlock:
-        return SlabBlock(
-            room=item.room,
-            epoch=item.epoch,
-            instance=self._instance,
-            block=item.block,
-            size=item.size,
-            digest=digest,
-            slab=slab.id,
-            slot=slot.index,
-            lease_ms=int(self._lease_s * 1000),
-        )
-
 
 class SenderSlabs(HostLanes[ShmLane]):
     """Prefill's slabs of shared memory."""

@@ -7,6 +7,7 @@ from typing import Generic, Protocol, TypeVar
 
 from ...cluster.process.log import fields as log_fields
 from ...cluster.protocol.slab_messages import (
+    SlabBlock,
     SlabDenied,
     SlabDown,
     SlabGrant,
@@ -15,8 +16,8 @@ from ...cluster.protocol.slab_messages import (
     SlotFree,
 )
 from ..memory.slab import SlabError
-from ..memory.slab_slots import SlabSlots
-from ..protocol.session import Peer
+from ..memory.slab_slots import SlabSlots, Slot
+from ..protocol.session import Peer, SendBlock
 
 logger = logging.getLogger(__name__)
 
@@ -133,6 +134,21 @@ class SlabLanes(ABC, Generic[L]):
     def _free(self, lane: L, message: SlotFree) -> None:
         """Frees the slot of a run that decode has read."""
         lane.slots.free((message.room, message.epoch, message.block), message.slot)
+
+    def _header(self, item: SendBlock, slab: OwnedSlab, slot: Slot, digest: int = 0) -> SlabBlock:
+        """The header of blocks in a slot; without `digest` it is a plan."""
+        return SlabBlock(
+            room=item.room,
+            epoch=item.epoch,
+            instance=self._instance,
+            block=item.block,
+            size=item.size,
+            digest=digest,
+            slab=slab.id,
+            slot=slot.index,
+            lease_ms=int(self._lease_s * 1000),
+            count=item.count,
+        )
 
     def forget(self, room: str, epoch: int) -> None:
         """Frees the slots of a room that ended."""

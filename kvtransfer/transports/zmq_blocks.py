@@ -13,8 +13,6 @@ prefill worker, and prefill accepts only keys of decode workers.
 """
 
 import logging
-import math
-import select
 import socket
 import time
 from collections.abc import Sequence
@@ -38,6 +36,7 @@ from ...cluster.net.sockets import (
     make_socket,
     recv_parts,
     try_send,
+    wait_readable,
 )
 from ...cluster.net.transport_names import ZMQ_BLOCKS
 from ...cluster.process.log import fields
@@ -389,10 +388,7 @@ class ZmqBlocksReceiver(ReceiverEndpoint, Polling[SendMessage]):
     def _await_run(self) -> None:
         """Waits for the run that prefill has announced, if it has."""
         while (left := self._soon_until - self._clock()) > 0:
-            poller = select.poll()  # `select` takes no descriptors above 1023
-            for _, wire in self._wires():
-                poller.register(wire, select.POLLIN)
-            if poller.poll(math.ceil(left * 1000)):
+            if wait_readable((wire.fileno() for _, wire in self._wires()), left):
                 self._read_wires()
             else:
                 self._soon_until = 0.0

@@ -382,7 +382,7 @@ def ready_room(ends: Ends, monkeypatch: pytest.MonkeyPatch, *, comes: bool) -> W
     ends.hand_over("b" * 32)
     ends.launch(ROOM)
     wait = Wait(ends, comes=comes)
-    monkeypatch.setattr("baton.kvtransfer.transports.zmq_blocks.select.poll", wait)
+    monkeypatch.setattr("baton.cluster.net.sockets.select.poll", wait)
     return wait
 
 
