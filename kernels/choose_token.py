@@ -43,7 +43,8 @@ def choose_token_reference(
     # log 0 is -inf: a row without min_p loses nothing.
     scores = scores.masked_fill(scaled < min_p.log()[:, None], float("-inf"))
     is_bad = ~torch.isfinite(highest)
-    return torch.where(is_drawn, scores.argmax(dim=1), likeliest).masked_fill(is_bad, 0), is_bad
+    chosen = torch.where(is_drawn, scores.argmax(dim=1), likeliest).masked_fill(is_bad, 0)
+    return token_ids[chosen], is_bad
 
 
 @jit
@@ -85,6 +86,7 @@ def _highest_kernel(
 
 @jit_varying(
     "vocab_size", "num_splits", "row_stride", "rows_each",
+    "seed_stride", "position_stride", "temperature_stride", "min_p_stride",
     "p_seeds", "p_positions", "p_temperature", "p_min_p", "p_is_drawn",
 )  # fmt: skip
 def _scores_kernel(
@@ -102,6 +104,10 @@ def _scores_kernel(
     num_splits: tl.tensor,
     row_stride: tl.tensor,
     rows_each: tl.tensor,
+    seed_stride: tl.tensor,
+    position_stride: tl.tensor,
+    temperature_stride: tl.tensor,
+    min_p_stride: tl.tensor,
     GAMMA: tl.constexpr,
     MIX_1: tl.constexpr,
     MIX_2: tl.constexpr,
@@ -126,15 +132,16 @@ def _scores_kernel(
     i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     m_token = i_token < vocab_size
     b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=0.0).to(tl.float64)
-    b_scaled = (b_logits - highest) / tl.load(p_temperature + i_knob)
-    position = tl.load(p_positions + i_row)
-    state = _mixed(_mixed(tl.load(p_seeds + i_knob) + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
+    b_scaled = (b_logits - highest) / tl.load(p_temperature + i_knob * temperature_stride)
+    position = tl.load(p_positions + i_row * position_stride)
+    seed = tl.load(p_seeds + i_knob * seed_stride)
+    state = _mixed(_mixed(seed + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
     b_ids = tl.load(p_token_ids + i_token, mask=m_token, other=0) if HAS_IDS else i_token.to(tl.int64)
     b_bits = (_mixed(state + (b_ids + 1) * GAMMA, MIX_1, MIX_2) >> 12) & ((1 << 52) - 1)
     b_uniform = (b_bits * 2 + 1).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
     b_score = -tl.log(-tl.log(b_uniform)) + b_scaled
     if HAS_MIN_P:
-        min_p = tl.load(p_min_p + i_knob)
+        min_p = tl.load(p_min_p + i_knob * min_p_stride)
         lowest = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
         m_token = m_token & (b_scaled >= lowest)
     b_score = tl.where(m_token, b_score, float("-inf"))
@@ -151,10 +158,12 @@ def _pick_kernel(
     p_likeliest: tl.tensor,
     p_score: tl.tensor,
     p_is_drawn: tl.tensor,
+    p_token_ids: tl.tensor,
     p_tokens: tl.tensor,
     p_is_bad: tl.tensor,
     num_splits: tl.tensor,
     rows_each: tl.tensor,
+    HAS_IDS: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
@@ -172,8 +181,10 @@ def _pick_kernel(
     best = tl.max(b_score, axis=0)
     split = tl.min(tl.where((b_score == best) & m_split, i_split, num_splits - 1), axis=0)
     release_next(CHAINED)
-    token = tl.load(p_likeliest + i_row * num_splits + split, mask=~is_bad, other=0)
-    tl.store(p_tokens + i_row, token.to(tl.int64))
+    token = tl.load(p_likeliest + i_row * num_splits + split, mask=~is_bad, other=0).to(tl.int64)
+    if HAS_IDS:
+        token = tl.load(p_token_ids + token)
+    tl.store(p_tokens + i_row, token)
     tl.store(p_is_bad + i_row, is_bad.to(tl.int8))
 
 
@@ -214,14 +225,18 @@ def choose_token_triton(
         logits,
         *found,
         score,
-        seeds.contiguous(),
-        positions.contiguous(),
-        temperature.contiguous(),
-        temperature if min_p is None else min_p.contiguous(),
+        seeds,
+        positions,
+        temperature,
+        temperature if min_p is None else min_p,
         drawn,
         likeliest if token_ids is None else token_ids,
         *sizes,
         num_rows // seeds.shape[0],
+        seeds.stride(0),
+        positions.stride(0),
+        temperature.stride(0),
+        0 if min_p is None else min_p.stride(0),
         GAMMA=GAMMA,
         MIX_1=MIX_1,
         MIX_2=MIX_2,
@@ -236,9 +251,11 @@ def choose_token_triton(
         *found,
         score,
         drawn,
+        tokens if token_ids is None else token_ids,
         tokens,
         is_bad.view(torch.uint8),
         *each,
+        HAS_IDS=token_ids is not None,
         BLOCK_SPLITS=blocks,
         **chained(logits.device),
         num_warps=1,
@@ -280,14 +297,14 @@ def choose_token(
     is_drawn: torch.Tensor,
     token_ids: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The chosen index of each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`.
+    """The chosen token of each row, int64 `[R]`, and whether its logits are not finite, bool `[R]`.
 
-    Logits are not finite if they hold NaN or +inf, or nothing above -inf; the index is then 0.
+    Logits are not finite if they hold NaN or +inf, or nothing above -inf; the first entry is then chosen.
 
     `logits`: float32 `[R, V]`. `positions`: int64 `[R]`. Per request, each `[B]` for R/B consecutive rows:
     `seeds` int64, `temperature` float64 above 0, `min_p` float64 (None: off), `is_drawn` bool. Rows that are
-    not drawn take the highest logit, the first among equals. `token_ids` int64 `[V]`: the token whose noise
-    each entry uses; None: its own index. Raises ValueError if shapes or dtypes do not fit.
+    not drawn take the highest logit, the first among equals. `token_ids` int64 `[V]`: the token of each
+    entry, whose noise it uses; None: its own index. Raises ValueError if shapes or dtypes do not fit.
     """
     if logits.is_cuda:
         return choose_token_triton(logits, seeds, positions, temperature, min_p, is_drawn, token_ids)

@@ -24,6 +24,7 @@ from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MIN_TILE_ROWS = 16
 MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
+MAX_INNER = 1536  # of an expert; wider ones are not measured
 
 
 class FewExperts(NamedTuple):
@@ -51,7 +52,8 @@ class FewExperts(NamedTuple):
 def fits(experts: FewExperts) -> bool:
     """Whether these kernels compute such a layer."""
     has_whole = experts.shared_down is None or experts.shared_down.shape[1] % experts.down.shape[2] == 0
-    return experts.routing.num_groups == 1 and experts.router.shape[0] <= MAX_EXPERTS and has_whole
+    is_small = experts.router.shape[0] <= MAX_EXPERTS and experts.down.shape[2] <= MAX_INNER
+    return experts.routing.num_groups == 1 and is_small and has_whole
 
 
 def few_experts_reference(
@@ -113,43 +115,47 @@ def _logits_kernel(
 
 
 @jit
-def _chosen(
+def _finite_logits(
     p_logits: tl.tensor,
-    p_bias: tl.tensor,
-    choice: tl.tensor,
     NUM_EXPERTS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
-    SMALLEST_SUM: tl.constexpr,
 ) -> tl.tensor:
-    """(expert, its weight) of a row's `choice`, as in `route_experts`, by the rank of each expert."""
+    """A row of logits, so that one of NaN or infinities takes experts that exist; -inf behind the last."""
     i_expert = tl.arange(0, BLOCK)
     m_expert = i_expert < NUM_EXPERTS
     b_logit = tl.load(p_logits + i_expert, mask=m_expert, other=0.0)
-    # finite, so that a row of NaN or infinities takes experts that exist
     b_logit = tl.where(b_logit == b_logit, tl.clamp(b_logit, -LARGEST, LARGEST), -LARGEST)
+    return tl.where(m_expert, b_logit, float("-inf"))
+
+
+@jit
+def _scores(b_logit: tl.tensor, IS_SIGMOID: tl.constexpr) -> tl.tensor:
     if IS_SIGMOID:
-        b_score = 1.0 / (1.0 + tl.exp(-b_logit))
-    else:
-        b_logit = tl.where(m_expert, b_logit, float("-inf"))
-        b_score = tl.exp(b_logit - tl.max(b_logit))
-        b_score = b_score / tl.sum(b_score)
-    b_choice = b_score
+        return 1.0 / (1.0 + tl.exp(-b_logit))
+    b_score = tl.exp(b_logit - tl.max(b_logit))
+    return b_score / tl.sum(b_score)
+
+
+@jit
+def _ranks(
+    b_logit: tl.tensor,
+    p_bias: tl.tensor,
+    NUM_EXPERTS: tl.constexpr,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> tl.tensor:
+    """The rank of each expert, as `route_experts` chooses. Logits order as their scores do, without sums."""
+    i_expert = tl.arange(0, BLOCK)
+    b_key = b_logit
     if HAS_BIAS:
-        b_choice += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
-    b_choice = tl.where(m_expert, b_choice, float("-inf"))
-    is_above = b_choice[None, :] > b_choice[:, None]
-    is_before = (b_choice[None, :] == b_choice[:, None]) & (i_expert[None, :] < i_expert[:, None])
-    b_rank = tl.sum((is_above | is_before).to(tl.int32), axis=1)
-    expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
-    weight = tl.sum(tl.where(b_rank == choice, b_score, 0.0))
-    if IS_NORMALISED:
-        weight = weight / (tl.sum(tl.where(b_rank < TOP_K, b_score, 0.0)) + SMALLEST_SUM)
-    return expert, weight
+        m_expert = i_expert < NUM_EXPERTS
+        b_key = _scores(b_logit, IS_SIGMOID) + tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
+        b_key = tl.where(m_expert, b_key, float("-inf"))
+    is_above = b_key[:, None] > b_key[None, :]
+    is_before = (b_key[:, None] == b_key[None, :]) & (i_expert[:, None] < i_expert[None, :])
+    return tl.sum((is_above | is_before).to(tl.int32), axis=0)
 
 
 @jit
@@ -185,29 +191,35 @@ def _first_kernel(
     SMALLEST_SUM: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    # program (tile of outputs, slot); the first K slots of a row are the chosen experts
+    # program (tile of outputs, slot); the first K slots of a row are the chosen experts. The last program of
+    # a slot has no tile: it leaves the expert and its weight to the second products.
     wait_for_previous(CHAINED)
     SLOTS: tl.constexpr = TOP_K + NUM_SHARED
     i_tile = tl.program_id(0)
     i_slot = tl.program_id(1)
     row = (i_slot // SLOTS).to(tl.int64)
     choice = i_slot % SLOTS
+    i_expert = tl.arange(0, BLOCK_EXPERTS)
+    p_weight = p_shared + (choice - TOP_K).to(tl.int64) * (INNER * HIDDEN)
+    up_rows = NUM_SHARED * INNER
+    if choice < TOP_K:
+        b_logit = _finite_logits(p_logits + row * NUM_EXPERTS, NUM_EXPERTS, BLOCK_EXPERTS, LARGEST)
+        b_rank = _ranks(b_logit, p_bias, NUM_EXPERTS, IS_SIGMOID, HAS_BIAS, BLOCK_EXPERTS)
+        expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
+        p_weight = p_gate_up + expert.to(tl.int64) * (2 * INNER * HIDDEN)
+        up_rows = INNER
+        if i_tile == tl.num_programs(0) - 1:
+            b_score = _scores(b_logit, IS_SIGMOID)
+            weight = tl.sum(tl.where(b_rank == choice, b_score, 0.0))
+            if IS_NORMALISED:
+                weight = weight / (tl.sum(tl.where(b_rank < TOP_K, b_score, 0.0)) + SMALLEST_SUM)
+            tl.store(p_ids + row * TOP_K + choice, expert)
+            tl.store(p_weights + row * TOP_K + choice, weight * scale)
+    if i_tile == tl.num_programs(0) - 1:
+        return
     i_row = tl.arange(0, BLOCK_ROWS)
     m_row = i_row == 0
     b_squares = load_squares(p_squares + row * SQUARES, SQUARES, i_row, m_row, True, BLOCK_SQUARES)
-    p_weight = p_gate_up
-    up_rows = tl.where(choice < TOP_K, INNER, NUM_SHARED * INNER)
-    if choice < TOP_K:
-        expert, weight = _chosen(
-            p_logits + row * NUM_EXPERTS, p_bias, choice, NUM_EXPERTS, TOP_K, IS_NORMALISED, IS_SIGMOID,
-            HAS_BIAS, BLOCK_EXPERTS, LARGEST, SMALLEST_SUM,
-        )  # fmt: skip
-        p_weight = p_gate_up + expert.to(tl.int64) * (2 * INNER * HIDDEN)
-        if i_tile == 0:
-            tl.store(p_ids + row * TOP_K + choice, expert)
-            tl.store(p_weights + row * TOP_K + choice, weight * scale)
-    else:
-        p_weight = p_shared + (choice - TOP_K).to(tl.int64) * (INNER * HIDDEN)
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < INNER
     b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
@@ -358,7 +370,7 @@ def few_experts_triton(
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=residual.device)
     slots = routing.top_k + num_shared
     inner = residual.new_empty(num_rows, slots, inner_size)
-    _first_kernel[(cdiv(inner_size, first.out), num_rows * slots)](
+    _first_kernel[(cdiv(inner_size, first.out) + 1, num_rows * slots)](
         rows.z,
         rows.squares,
         logits,

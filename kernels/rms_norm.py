@@ -51,7 +51,7 @@ def add_rms_norm_reference(
 
 
 @jit
-def _normed(
+def normed_rows(
     b_x: tl.tensor,
     p_weight: tl.tensor,
     i_column: tl.tensor,
@@ -106,7 +106,7 @@ def _rms_norm_kernel(
     b_x = tl.load(p_x + o_x[:, None] + i_column[None, :], mask=m_tile, other=0.0).to(tl.float32)
     dtype: tl.constexpr = p_y.dtype.element_ty
     if HAS_INNER:
-        b_x = _normed(b_x, p_inner, i_column, m_column, width, inner_eps, dtype, HAS_OFFSET, OFFSET).to(
+        b_x = normed_rows(b_x, p_inner, i_column, m_column, width, inner_eps, dtype, HAS_OFFSET, OFFSET).to(
             tl.float32
         )
     if HAS_RESIDUAL:
@@ -114,7 +114,7 @@ def _rms_norm_kernel(
         b_rounded = (b_x + b_residual).to(p_sum.dtype.element_ty)
         tl.store(p_sum + o_y, b_rounded, mask=m_tile)
         b_x = b_rounded.to(tl.float32)
-    b_y = _normed(b_x, p_weight, i_column, m_column, width, eps, dtype, HAS_OFFSET, OFFSET)
+    b_y = normed_rows(b_x, p_weight, i_column, m_column, width, eps, dtype, HAS_OFFSET, OFFSET)
     release_next(CHAINED)
     tl.store(p_y + o_y, b_y, mask=m_tile)
 

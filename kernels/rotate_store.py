@@ -32,7 +32,7 @@ class HeadNorms(NamedTuple):
     offset: float | None = None
 
 
-@jit_varying("p_rows")
+@jit_varying("p_rows", "rows_stride")
 def _rotate_store_kernel(
     p_heads: tl.tensor,
     p_cos: tl.tensor,
@@ -46,6 +46,7 @@ def _rotate_store_kernel(
     num_heads: tl.tensor,
     kv_heads: tl.tensor,
     token_stride: tl.tensor,
+    rows_stride: tl.tensor,
     o_layer: tl.tensor,
     o_value: tl.tensor,
     HAS_NORMS: tl.constexpr,
@@ -73,7 +74,7 @@ def _rotate_store_kernel(
     b_paired = tl.load(p_head + i_paired[None, :], mask=m_tile & is_rotated[:, None] & m_token, other=0.0)
     b_cos = tl.load(p_cos + i_token * ROTARY_DIM + i_dim, mask=m_table, other=1.0).to(tl.float32)
     b_sin = tl.load(p_sin + i_token * ROTARY_DIM + i_dim, mask=m_table, other=0.0).to(tl.float32)
-    i_row = tl.load(p_rows + i_token, mask=m_token, other=0)
+    i_row = tl.load(p_rows + i_token * rows_stride, mask=m_token, other=0)
     b_wide, b_other = b_x.to(tl.float32), b_paired.to(tl.float32)
     if HAS_NORMS:
         b_scale = tl.rsqrt(tl.sum(b_wide * b_wide, axis=1) / HEAD_DIM + eps)[:, None]
@@ -126,7 +127,7 @@ def rotate_store_triton(
         heads,
         cos.contiguous(),
         signed_sin.contiguous(),
-        rows.contiguous(),
+        rows,
         heads if norms is None else norms.q,
         heads if norms is None else norms.k,
         q,
@@ -135,6 +136,7 @@ def rotate_store_triton(
         num_heads,
         kv_heads,
         heads.stride(0),
+        rows.stride(0),
         layer * 2 * plane,
         plane,
         HAS_NORMS=norms is not None,

@@ -105,8 +105,8 @@ def of_one_rank(part: torch.Tensor) -> torch.Tensor:
 class Joins:
     """The most rows for which steps of a layer share launches, in 16 bits on a GPU; 0: for none.
 
-    `norms`: residual sums and norms are part of products, see `normed_linear`. `experts`: those of a layer
-    that has shared ones, see `few_experts`; needs `norms`. `latents`: see `latent_step`. `everywhere`: also
+    `norms`: residual sums and norms are part of products, see `normed_linear`. `experts`: see
+    `few_experts`; needs `norms`. `latents`: see `latent_step`. `everywhere`: also
     on CPUs and in float32, by their definitions, for tests.
     """
 

@@ -224,13 +224,13 @@ class MixtureOfExperts:
         return self.ops.expert_mlp(x, ids, weights, self.gate_up, self.down, form=self.form)
 
     def joins(self, joins: Joins, num_rows: int) -> bool:
-        """As `JoinedMLP.joins`: layers without shared experts are as fast apart."""
+        """As `JoinedMLP.joins`."""
         is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
         is_whole = self.ops.sum_ranks is of_one_rank and self.ops.expert_rows is ROWS_OF_ONE_RANK
-        shared = self.shared
-        if not (is_known and is_whole and 0 < num_rows <= joins.experts) or shared is None:
+        if not (is_known and is_whole and 0 < num_rows <= joins.experts) or self.stored is not None:
             return False
-        is_as_made = self.stored is None and type(shared.gate_up) is type(shared.down) is Linear
+        shared = self.shared
+        is_as_made = shared is None or type(shared.gate_up) is type(shared.down) is Linear
         return is_as_made and fits(self._few_experts())
 
     def add(

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import torch
 
+from ...kernels.look_up_rows import Lookup, look_up_rows
 from ...kernels.rope import apply_rope
 from ..errors import CheckpointError
 
@@ -282,8 +283,19 @@ class RotaryEmbedding:
         """Cos and sin of `positions` int64 `[T]`, each `[T, R]` in `dtype`, sin with a negated first half."""
         if self._ready is not None and self._ready[0] == dtype:
             _, cos, sin = self._ready
-            return cos.index_select(0, positions), sin.index_select(0, positions)
+            cos, sin = look_up_rows(Lookup(cos, positions), Lookup(sin, positions))
+            return cos, sin
         return _signed(self._table.index_select(0, positions), dtype)
+
+    def lookup_with(
+        self, other: Lookup, positions: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """(the rows of `other` `[T, W]`, cos, sin): as `lookup`, in one launch."""
+        if self._ready is None or self._ready[0] != dtype:
+            return look_up_rows(other)[0], *self.lookup(positions, dtype)
+        _, cos, sin = self._ready
+        rows, cos, sin = look_up_rows(other, Lookup(cos, positions), Lookup(sin, positions))
+        return rows, cos, sin
 
     def apply(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor

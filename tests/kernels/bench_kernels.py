@@ -19,8 +19,10 @@ from baton.kernels.extend_attention import paged_extend
 from baton.kernels.gather_context import context_rows, gather_context
 from baton.kernels.group_experts import group_experts
 from baton.kernels.kv_store import kv_rows, store_kv
+from baton.kernels.look_up_rows import Lookup, look_up_rows
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams
-from baton.kernels.rms_norm import add_rms_norm, rms_norm
+from baton.kernels.norm_pair import norm_pair
+from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
 from baton.kernels.route_experts import Routing, route_experts
 from baton.kernels.select_rows import select_last_rows
@@ -63,6 +65,8 @@ def row_benches(tokens: int, device: str) -> Iterator[Bench]:
     yield Bench(
         f"add_rms_norm {tokens}", lambda: add_rms_norm(x, residual, weight, 1e-5), 4 * size(x) + size(weight)
     )
+    norm = NextNorm(weight, 1e-5)
+    yield Bench(f"norm_pair {tokens}", lambda: norm_pair(x, norm, residual, norm), 5 * size(x))
     gate_up = random(tokens, 2 * INTERMEDIATE, device=device)
     yield Bench(f"silu_mul {tokens}", lambda: silu_mul(gate_up), size(gate_up) * 3 // 2)
     projected = random(tokens, HEADS + 2 * KV_HEADS, HEAD_DIM, device=device)
@@ -71,7 +75,10 @@ def row_benches(tokens: int, device: str) -> Iterator[Bench]:
     pool = torch.zeros(
         tokens // PAGE_SIZE + 2, LAYERS, 2, PAGE_SIZE, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16, device=device
     )
-    rows = kv_rows(torch.arange(PAGE_SIZE, PAGE_SIZE + tokens, device=device), pool)
+    ids = torch.arange(tokens, device=device)
+    table, angles = Lookup(x, ids), (Lookup(cos, ids), Lookup(sin, ids))
+    yield Bench(f"look_up_rows {tokens}", lambda: look_up_rows(table, *angles), 2 * size(x, cos, sin))
+    rows = kv_rows(ids + PAGE_SIZE, pool)
     yield Bench(f"apply_rope {tokens}", lambda: apply_rope(q, cos, sin), 2 * size(q) + size(cos, sin))
     yield Bench(f"store_kv {tokens}", lambda: store_kv(pool, 1, rows, k, v), 2 * size(k, v) + size(rows))
 

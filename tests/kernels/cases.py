@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 import torch
 from baton.kernels import (
     kv_store,
+    look_up_rows,
+    norm_pair,
     rms_norm,
     rope,
     rotate_store,
@@ -237,14 +239,15 @@ def check_store_kv(
 def check_rotate_store(
     device: str, num_heads: int, kv_heads: int, head_dim: int, num_real: int, dtype: torch.dtype
 ) -> None:
-    """The bits of a rotation and a store, one after the other, from heads in wider rows."""
+    """The bits of a rotation and a store, one after the other, from heads and places in wider rows."""
     pool, heads, slots = store_inputs((num_heads, kv_heads), head_dim, 4, num_real, dtype, 2)
     angles = randn(slots.shape[0], head_dim // 2, seed=4)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
     rows, split = kv_store.kv_rows(slots, pool), num_heads + kv_heads
     wide = torch.cat((heads, torch.full_like(heads[:, :1], NAN)), dim=1).to(device)[:, :-1]
-    given = (rows.to(device), wide, *(table.to(device) for table in tables))
+    places = torch.stack((rows, torch.full_like(rows, 1 << 40)), dim=1).to(device)[:, 0]
+    given = (places, wide, *(table.to(device) for table in tables))
     after, apart, on_cpu = (pool.to(place, copy=True) for place in (device, device, "cpu"))
     q = rotate_store.rotate_store_triton(after, 2, *given)
     rotated = rope.apply_rope_triton(wide[:, :split], *given[2:])
@@ -278,6 +281,44 @@ def check_select_rows(
     out = select_rows.select_last_rows_triton(hidden.to(device), lens.to(device))
     assert torch.equal(out.cpu(), expected)
     assert torch.equal(select_rows.select_last_rows(hidden, lens), expected)
+
+
+def check_look_up_rows(
+    device: str, num_rows: int, widths: tuple[int, ...], dtype: torch.dtype, is_column: bool = False
+) -> None:
+    """Tables of different widths, each with ids of its own; rows that are not looked up are NaN. With
+    `is_column`, ids are a column of wider rows.
+    """
+    lookups = []
+    for seed, width in enumerate(widths):
+        table = torch.full((90, width), NAN, dtype=dtype)
+        ids = torch.randint(90, (num_rows, 2), generator=torch.Generator().manual_seed(seed))
+        ids = ids[:, 1] if is_column else ids[:, 1].contiguous()
+        table[ids] = randn(90, width, dtype=dtype, seed=seed)[ids]
+        lookups.append(look_up_rows.Lookup(table, ids))
+    expected = [table[ids] for table, ids in lookups]
+    moved = [look_up_rows.Lookup(table.to(device), ids.to(device)) for table, ids in lookups]
+    for found in (look_up_rows.look_up_rows_triton(*moved), look_up_rows.look_up_rows(*lookups)):
+        assert len(found) == len(widths)
+        assert all(torch.equal(rows.cpu(), wanted) for rows, wanted in zip(found, expected, strict=True))
+
+
+def check_norm_pair(device: str, num_rows: int, width: int, dtype: torch.dtype) -> None:
+    """The right rows are part of wider ones, whose rest is NaN."""
+    left, wide = randn(num_rows, width, dtype=dtype), torch.full((num_rows, width + 3), NAN, dtype=dtype)
+    wide[:, :width] = 3 * randn(num_rows, width, dtype=dtype, seed=1)
+    weights = [(1 + 0.3 * randn(width, seed=seed)).to(dtype).to(device) for seed in (2, 3)]
+    norms = [rms_norm.NextNorm(weight, eps) for weight, eps in zip(weights, (1e-5, 1e-2), strict=True)]
+    left, right = left.to(device), wide.to(device)[:, :width]
+    pair, alone = norm_pair.norm_pair_triton(left, norms[0], right, norms[1])
+    rows = left.cpu(), right.cpu()
+    on_cpu = [norm._replace(weight=norm.weight.cpu()) for norm in norms]
+    apart = [rms_norm.rms_norm_reference(x, *norm[:2]) for x, norm in zip(rows, on_cpu, strict=True)]
+    assert_rounds_alike(pair, torch.cat(apart, dim=1))
+    assert torch.equal(alone, pair[:, width:])
+    on_a_cpu, alone = norm_pair.norm_pair(rows[0], on_cpu[0], rows[1], on_cpu[1])
+    assert_close(on_a_cpu, torch.cat(apart, dim=1), bfloat16=3.2e-2)
+    assert torch.equal(alone, on_a_cpu[:, width:])
 
 
 def check_window_places(device: str, shape: tuple[int, int], num_slots: int, page_size: int) -> None:
@@ -334,6 +375,11 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check_rotate_store, (num_heads, kv_heads, head_dim, num_real, dtype)
         for lens, rows_each, width in (([], 3, 8), ([1], 1, 1), ([3, 0, 1, 4], 4, 123), ([5, 2], 5, 2049)):
             yield check_select_rows, (lens, rows_each, width, dtype)
+        for count, widths in ((0, (8,)), (1, (7,)), (3, (64, 1)), (5, (1100, 16, 3)), (2, (7, 8200))):
+            yield check_look_up_rows, (count, widths, dtype)
+        yield check_look_up_rows, (4, (16, 33), dtype, True)
+        for count, width in ((0, 8), (1, 1), (3, 42), (33, 123), (2, 4097)):
+            yield check_norm_pair, (count, width, dtype)
     for shape, num_slots, page_size in (
         ((0, 1), 0, 4),
         ((1, 1), 1, 1),

@@ -39,13 +39,14 @@ def check_choose_token(device: str, num_rows: int, vocab_size: int, is_cut: bool
         logits[-1] = logits[-1].round()  # ties
     knobs = (
         torch.tensor([rng.randrange(-(2**63), 2**63) for _ in range(count)], dtype=torch.int64),
-        torch.tensor([rng.randrange(10**6) for _ in range(num_rows)], dtype=torch.int64),
+        torch.tensor([[rng.randrange(10**6), -1] for _ in range(num_rows)]).view(-1, 2)[:, 0].long(),
         torch.tensor([rng.choice([1e-30, 0.7, 1.0, 5.0]) for _ in range(count)], dtype=torch.float64),
         torch.tensor([rng.choice([0.0, 0.05, 1.0]) for _ in range(count)], dtype=torch.float64),
         torch.tensor([row % 3 > 0 for row in range(count)], dtype=torch.bool),
         torch.randperm(3 * vocab_size, generator=torch.Generator().manual_seed(4))[:vocab_size],
     )
-    for given in (knobs, (*knobs[:3], None, knobs[4], None)):
+    wider = [torch.stack((knob, knob, -knob), dim=1)[:, 1] for knob in knobs[:4]]  # columns of wider rows
+    for given in (knobs, (*wider[:3], None, knobs[4], None), (*wider, *knobs[4:])):
         on_device = (None if knob is None else knob.to(device) for knob in given)
         tokens, is_bad = choose_token_triton(wide.to(device)[:, :vocab_size], *on_device)
         expected, expected_bad = choose_token_reference(logits, *given)

@@ -40,9 +40,11 @@ from baton.kernels.latent_step import (
     prepare_latents_triton,
 )
 from baton.kernels.latent_store import store_latent_triton
+from baton.kernels.look_up_rows import Lookup, look_up_rows, look_up_rows_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
+from baton.kernels.norm_pair import norm_pair, norm_pair_triton
 from baton.kernels.normed_linear import scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
@@ -83,6 +85,8 @@ OPERATIONS = {
     "tree_verify": "tree_verify",
     "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
+    "look_up_rows": "look_up_rows",
+    "norm_pair": "norm_pair",
     "choose_token": "choose_token",
     "step_places": "step_glue",
     "step_outcome": "step_glue",
@@ -302,6 +306,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     store_kv_triton(pool, 1, rows, k, v)
     rotate_store_triton(pool, 1, rows, projected, *tables)
     select_last_rows_triton(x, lens[:1])
+    look_up_rows_triton(Lookup(x, rows), *[Lookup(tables[0], rows)] * 2)
+    norm_pair_triton(x, NextNorm(x[0], 1e-5), x, NextNorm(x[0], 1e-5))
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
     paged_extend_triton(q, pool, 1, table, torch.tensor([0, 1, 3]), lens, 64, 0.1)
@@ -359,7 +365,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
-        "_select_last_rows_kernel", "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
+        "_select_last_rows_kernel", "_look_up_kernel", "_norm_pair_kernel",
+        "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
         "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_int4_kernel", "_dequantise_kernel",
@@ -452,6 +459,7 @@ KEYS = torch.zeros(128, 2, 8)
 CONTEXT = ContextKV(KEYS, KEYS)
 STARTS = torch.tensor([0, 128])
 IDS = torch.ones(1, 2, dtype=torch.int32)
+PLAIN_NORM = NextNorm(randn(8), 1e-5)
 EXPERTS = randn(3, 8, 8), randn(3, 8, 4)
 ROUTED = randn(1, 32), IDS, randn(1, 2)
 EIGHTHS = Fp8Matrices(torch.zeros(3, 64, 32, dtype=FP8), torch.ones(3, 64))
@@ -476,6 +484,15 @@ WORDS, WORDS_DOWN = (
         ("store_kv", lambda: store_kv_triton(POOL, 0, ONE, randn(1, 3, 8), randn(1, 3, 8))),
         ("select_last_rows", lambda: select_last_rows(randn(5, 8), torch.ones(2, dtype=INT64))),
         ("select_last_rows", lambda: select_last_rows(randn(5, 8), torch.ones(0, dtype=INT64))),
+        ("look_up_rows", look_up_rows),
+        ("look_up_rows", lambda: look_up_rows(*[Lookup(randn(2, 8), ONE)] * 4)),
+        ("look_up_rows", lambda: look_up_rows(Lookup(randn(2, 8), ONE), Lookup(randn(2, 8), TABLE[0]))),
+        ("look_up_rows", lambda: look_up_rows(Lookup(randn(2, 8), ONE.int()))),
+        ("look_up_rows", lambda: look_up_rows(Lookup(randn(8), ONE))),
+        ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 7), PLAIN_NORM)),
+        ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 8).half(), PLAIN_NORM)),
+        ("norm_pair", lambda: norm_pair(*[randn(2, 7), PLAIN_NORM] * 2)),
+        ("norm_pair", lambda: norm_pair(*[randn(2, 8), PLAIN_NORM._replace(offset=1.0)] * 2)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE[:, :1], ONE)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE.int(), ONE)),
         ("tree_verify", lambda: tree_verify(*[torch.zeros(1, 0, dtype=INT64)] * 3, ONE)),

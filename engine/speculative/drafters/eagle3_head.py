@@ -11,6 +11,8 @@ from enum import Enum
 
 import torch
 
+from ....kernels.look_up_rows import Lookup
+from ....kernels.norm_pair import norm_pair
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import sized_layer
 from ...models.layers import (
@@ -145,8 +147,12 @@ class FeatureHead:
             hidden = hidden.to(self.dtype)
             hidden = self.project(hidden if self.final_norm is None else self.final_norm(hidden))
         assert hidden.shape[-1] == self.dims.self_width, (hidden.shape, self.dims)
-        cos, sin = self._rotary.lookup(positions, self.dtype)
-        embeds = look_up(token_ids, self.embed_tokens) if embeds is None else embeds
+        if embeds is None and isinstance(self.embed_tokens, torch.Tensor):
+            table = Lookup(self.embed_tokens, token_ids)
+            embeds, cos, sin = self._rotary.lookup_with(table, positions, self.dtype)
+        else:
+            cos, sin = self._rotary.lookup(positions, self.dtype)
+            embeds = look_up(token_ids, self.embed_tokens) if embeds is None else embeds
         return self.layers(hidden, embeds, cos, sin, attend)
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
@@ -217,8 +223,7 @@ class DraftLayer:
         """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, with the residual added,
         un-normed.
         """
-        normed = self.hidden_norm(hidden)
-        pair = torch.cat((self.input_norm(embeds), normed), dim=-1)
+        pair, normed = norm_pair(embeds, self.input_norm.next, hidden, self.hidden_norm.next)
         residual = normed if self.norm_before_residual else hidden
         attended = self.attention.attended(pair, cos, sin, 0, attend)
         joins, output = self.post_norm.ops.joins, self.attention.output

@@ -8,6 +8,7 @@ from typing import Protocol
 
 import torch
 
+from ....kernels.look_up_rows import Lookup, look_up_rows
 from ....kernels.select_rows import select_last_rows
 from ...kv.pool import KVPool
 from ...models.layers import Attend
@@ -36,7 +37,8 @@ class ChainHead(DraftHead, Protocol):
 
 def recycled(states: DraftStates, view: DraftView) -> tuple[torch.Tensor, torch.Tensor]:
     """The hidden `[B, H]` and the logits `[B, Vd]` of the first proposals of `view`'s requests."""
-    return states.hidden.index_select(0, view.states), states.logits.index_select(0, view.states)
+    hidden, logits = look_up_rows(Lookup(states.hidden, view.states), Lookup(states.logits, view.states))
+    return hidden, logits
 
 
 def remember(head: ChainHead, states: DraftStates, rows: torch.Tensor, out: torch.Tensor) -> None:
@@ -80,14 +82,14 @@ def draft_chain(
     That row has position lens + j - 1 and attends to lens + j rows.
     """
     positions, sampling, (hidden, logits) = view.positions, view.sampling, state
-    drafts = [head.target_ids[sampling.choose(logits, positions[:, 0] + 1, head.target_ids)]]
+    proposed = positions + 1
+    drafts = [sampling.choose(logits, proposed[:, 0], head.target_ids)]
     for step in range(1, num_drafts):
         rows = view.kv_rows[:, step - 1]
         plan = plan_rows(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
         out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan, DraftPhase.SELF_CHAIN)
         hidden = head.feedback(out)
-        chosen = sampling.choose(head.compute_logits(out), positions[:, step] + 1, head.target_ids)
-        drafts.append(head.target_ids[chosen])
+        drafts.append(sampling.choose(head.compute_logits(out), proposed[:, step], head.target_ids))
     return torch.stack(drafts, dim=1)
 
 
@@ -95,7 +97,7 @@ def first_choices(head: DraftHead, logits: torch.Tensor, view: DraftView, topk: 
     """The target ids of the `topk` first drafts, int64 `[B, topk]`, from remembered logits `[B, Vd]`."""
     positions = view.positions[:, 0] + 1
     if topk == 1:  # as a chain proposes: one kernel, where a ranking scores the whole vocabulary
-        return head.target_ids[view.sampling.choose(logits, positions, head.target_ids)[:, None]]
+        return view.sampling.choose(logits, positions, head.target_ids)[:, None]
     ids, _ = view.sampling.rank(logits, positions, head.target_ids, topk)
     return head.target_ids[ids]
 

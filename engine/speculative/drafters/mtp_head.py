@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
+from ....kernels.norm_pair import norm_pair
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import decoder_layer
 from ...models.layers import Attend, Linear, NamedTensors, RMSNorm, added
@@ -61,8 +62,10 @@ class MtpModule:
         `attend` is bound to the KV of this module; it is called for layer 0.
         """
         assert self.embed_tokens is not None, "the module runs before share"
-        streams = self.embed_norm(look_up(token_ids, self.embed_tokens)), self.hidden_norm(hidden)
-        x = self.fc(torch.cat(streams[::-1] if self.hidden_first else streams, dim=-1))
+        embeds = look_up(token_ids, self.embed_tokens), self.embed_norm.next
+        streams = (hidden, self.hidden_norm.next), embeds
+        left, right = streams if self.hidden_first else streams[::-1]
+        x = self.fc(norm_pair(*left, *right)[0])
         normed, x = self.layer.enter(x, None)
         x, delta = self.layer(normed, x, cos, sin, 0, attend)
         return added(x, delta)

@@ -136,7 +136,7 @@ def draft_window(
     for k, module in enumerate(head.modules):
         out = module(hidden, tokens.reshape(-1), cos, sin, attends[k])
         logits = head.compute_logits(out.index_select(0, picked), k)
-        drafts.append(head.target_ids[sampling.choose(logits, last + k + 2, head.target_ids)])
+        drafts.append(sampling.choose(logits, last + k + 2, head.target_ids))
         if k + 1 == head.num_modules:
             break
         tokens = rotate(tokens, window.select, drafts[-1])

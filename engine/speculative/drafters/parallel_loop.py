@@ -20,7 +20,7 @@ def draft_parallel(
 ) -> torch.Tensor:
     """Returns chains `[B, num_drafts]` of target ids. `logits` `[B, Vd]` are those of the first proposal."""
     sampling, first = view.sampling, view.positions[:, 0] + 1
-    drafts = head.target_ids[sampling.choose(logits, first, head.target_ids)][:, None]
+    drafts = sampling.choose(logits, first, head.target_ids)[:, None]
     count, num_masks = view.lens.shape[0], num_drafts - 1
     if not num_masks:
         return drafts
@@ -41,7 +41,7 @@ def draft_parallel(
     )
     at = (view.positions[:, 1 : num_masks + 1] + 1).reshape(-1)
     chosen = each.choose(head.compute_logits(out), at, head.target_ids)
-    return torch.cat((drafts, head.target_ids[chosen].view(count, num_masks)), dim=1)
+    return torch.cat((drafts, chosen.view(count, num_masks)), dim=1)
 
 
 def _spread(values: torch.Tensor, each: int) -> torch.Tensor:

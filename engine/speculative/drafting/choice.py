@@ -35,8 +35,7 @@ class DraftSampling:
     is_drawn: torch.Tensor
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        """Returns indices `[B]` int64 into the draft vocabulary, chosen as the target would with these
-        logits.
+        """Returns the target ids `[B]` int64 of draft tokens, chosen as the target would with these logits.
 
         `logits` `[B, Vd]` float32. `positions` `[B]` are those of the proposed tokens. `target_ids` int64
         `[Vd]` maps draft tokens to target tokens. The noise equals the target's, so an accurate draft
@@ -115,7 +114,7 @@ def _choose_on_cpu(
     rows = is_drawn.nonzero().squeeze(1)
     if rows.numel():
         tokens[rows] = draw(logits[rows], seeds[rows], temperature[rows], positions[rows], target_ids)
-    return tokens
+    return target_ids[tokens]
 
 
 def _choose_on_cuda(
@@ -126,7 +125,7 @@ def _choose_on_cuda(
     positions: torch.Tensor,
     target_ids: torch.Tensor,
 ) -> torch.Tensor:
-    """Has fixed shapes and no host synchronisation. A row without finite logits, such as padding, gives 0."""
+    """Has fixed shapes and no host synchronisation. A row without finite logits takes the first token."""
     tokens, _ = choose_token(logits, seeds, positions, temperature, None, is_drawn, target_ids)
     return tokens
 

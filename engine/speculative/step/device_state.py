@@ -11,6 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from ....kernels.look_up_rows import Lookup, look_up_rows
 from ....kernels.step_glue import CAPACITY, DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
 from ...host_copy import all_to_device, arrays_to_device, to_device
 from ...sampling.edits import LogitEdits, SamplingRow
@@ -191,7 +192,7 @@ class DeviceState:
 
     def read(self, slots: torch.Tensor) -> StepRows:
         """The rows of `slots` `[B]` int64."""
-        rows, reals = self.integers.index_select(0, slots), self._reals.index_select(0, slots)
+        rows, reals = look_up_rows(Lookup(self.integers, slots), Lookup(self._reals, slots))
         tensors = SamplingTensors(
             seeds=rows[:, SEED],
             temperature=reals[:, 0],
