@@ -11,8 +11,10 @@ import torch
 from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
+from ..kernels.normed_linear import UnscaledRows
 from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
 from ..kernels.rotate_store import HeadNorms, rotate_store
+from ..kernels.turned_product import turned_product
 from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
 from .errors import LifecycleError
 from .kv.pool import KVPool
@@ -92,6 +94,21 @@ class RowPlan:
         self.check(heads.shape[0])
         rotated = rotate_store(self.pool.kv, layer, self.rows, heads, cos, sin, norms)
         return self._read(layer, rotated, form)
+
+    def project_attend(
+        self,
+        layer: int,
+        rows: UnscaledRows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+    ) -> torch.Tensor:
+        """As `rotate_attend` with the heads that `weight` and `bias` make of `rows`, where `can_turn`."""
+        self.check(rows.z.shape[0])
+        q = turned_product(self.pool.kv, layer, self.rows, rows, weight, bias, cos, sin)
+        return self._read(layer, q, form)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM

@@ -4,6 +4,7 @@ import torch
 
 from ..kernels.attention_form import PLAIN_FORM, AttentionForm
 from ..kernels.kv_store import kv_rows
+from ..kernels.normed_linear import UnscaledRows
 from ..kernels.rotate_store import HeadNorms
 from .kv.window_pool import WindowedPool
 from .row_attention import RowPlan
@@ -67,6 +68,20 @@ class WindowedRowPlan:
         """As `RowPlan.rotate_attend`."""
         is_windowed, number = self._places[layer]
         return self._plans[is_windowed].rotate_attend(number, heads, cos, sin, form, norms)
+
+    def project_attend(
+        self,
+        layer: int,
+        rows: UnscaledRows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+    ) -> torch.Tensor:
+        """As `RowPlan.project_attend`."""
+        is_windowed, number = self._places[layer]
+        return self._plans[is_windowed].project_attend(number, rows, weight, bias, cos, sin, form)
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM

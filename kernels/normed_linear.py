@@ -179,7 +179,7 @@ def sum_linear_triton(
     shape: SkinnyShape | None = None,
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
     """Launch; arguments as in `sum_linear`. Raises ValueError as it does."""
-    _check(x, weight, bias)
+    check_rows(x, weight, bias)
     num_rows, out_size = x.shape[0], weight.shape[0]
     if residual.shape != (num_rows, out_size) or residual.dtype != x.dtype:
         raise ValueError(
@@ -207,7 +207,7 @@ def scaled_linear_triton(
     shape: SkinnyShape | None = None,
 ) -> torch.Tensor:
     """Launch; arguments as in `scaled_linear`. Raises ValueError as it does."""
-    _check(rows.z, weight, bias)
+    check_rows(rows.z, weight, bias)
     num_rows, out_size = rows.z.shape[0], weight.shape[0] // (2 if is_gated else 1)
     y = torch.empty(num_rows, out_size, dtype=rows.z.dtype, device=rows.z.device)
     tile = scaled_shape(num_rows, out_size, rows.z.shape[1], is_gated) if shape is None else shape
@@ -266,7 +266,8 @@ def _launch(
     )
 
 
-def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def check_rows(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    """Raises ValueError unless `x` `[T, H]`, `weight` `[N, H]` and `bias` fit, in number and dtype."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1] or not weight.is_contiguous():
         raise ValueError(
             f"normed linear: rows {tuple(x.shape)} do not fit weight {tuple(weight.shape)}; expected [T, H], "
@@ -297,7 +298,7 @@ def sum_linear(
     """
     if x.is_cuda:
         return sum_linear_triton(x, weight, bias, residual, norm)
-    _check(x, weight, bias)
+    check_rows(x, weight, bias)
     return sum_linear_reference(x, weight, bias, residual, norm)
 
 
@@ -316,5 +317,5 @@ def scaled_linear(
     """
     if rows.z.is_cuda:
         return scaled_linear_triton(rows, weight, bias, is_gated=is_gated, is_gelu=is_gelu)
-    _check(rows.z, weight, bias)
+    check_rows(rows.z, weight, bias)
     return scaled_linear_reference(rows, weight, bias, is_gated=is_gated, is_gelu=is_gelu)

@@ -20,6 +20,7 @@ from ...kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
 from ...kernels.rms_norm import NextNorm, norm_add_norm
 from ...kernels.rotate_store import HeadNorms
 from ...kernels.row_ops import FASTEST, Joins, RowOps, of_one_rank
+from ...kernels.turned_product import can_turn
 from .quant.kv_scales import KVScales
 from .quant.projection import MakeProjection, Projection
 from .quant.projection import NamedTensors as NamedTensors
@@ -364,6 +365,10 @@ class SelfAttention:
         self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*D]`."""
+        if isinstance(x, UnscaledRows) and self._turns_in_product(x, cos, attend):
+            given = layer, x, self.qkv.weight, self.qkv.bias, cos, sin, self.form
+            turned: torch.Tensor = attend.project_attend(*given)  # type: ignore[attr-defined]
+            return turned.flatten(1)
         split = self.num_heads + self.num_kv_heads
         heads = self._project(x).view(-1, split + self.num_kv_heads, self.head_dim)
         rotate_attend = getattr(attend, "rotate_attend", None)
@@ -381,6 +386,15 @@ class SelfAttention:
     def _project(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
         assert isinstance(x, torch.Tensor) or isinstance(self.qkv, JoinedProjection)
         return self.qkv(x)  # type: ignore[arg-type]
+
+    def _turns_in_product(self, rows: UnscaledRows, cos: torch.Tensor, attend: Attend) -> bool:
+        """Whether `attend` may project `rows` itself."""
+        is_plain = self.turns and self.kv_scales is None and self.qk_norm is None and type(self.qkv) is Linear
+        if not is_plain or getattr(attend, "project_attend", None) is None or not rows.z.is_cuda:
+            return False
+        sizes = *self.qkv.weight.shape, self.head_dim, cos.shape[1]
+        joins = self.ops.joins
+        return joins.takes(rows.z, joins.turns) and can_turn(rows.z.shape[0], *sizes)
 
     def _joins_norms(self, attend: Attend) -> bool:
         """Whether `attend` may normalise q and k itself: not where the bits of prompts must be equal."""

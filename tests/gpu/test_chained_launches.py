@@ -12,6 +12,7 @@ from baton.kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
 from baton.kernels.rms_norm import NextNorm, rms_norm
 from baton.kernels.rotate_store import rotate_store
 from baton.kernels.skinny_linear import linear
+from baton.kernels.turned_product import turned_product
 from baton.kernels.verify_attention import paged_verify
 
 pytestmark = [
@@ -63,19 +64,21 @@ class Chain:
         places = self.tables[:, (CONTEXT - 1) // PAGE_SIZE] * PAGE_SIZE + (CONTEXT - 1) % PAGE_SIZE
         slots = kv_rows(places, self.kv)
         residual = self.x
-        projected = linear(rms_norm(residual, self.norms[0].weight, 1e-5), self.weights[0][0])
         rows: UnscaledRows | None = None
         for layer, (_, output, gate_up, down) in enumerate(self.weights):
-            heads = projected.view(self.num_rows, -1, HEAD_DIM)
-            q = rotate_store(self.kv, layer, slots, heads, *self.angles)
+            if rows is None:
+                heads = linear(rms_norm(residual, self.norms[0].weight, 1e-5), self.weights[0][0])
+                heads = heads.view(self.num_rows, -1, HEAD_DIM)
+                q = rotate_store(self.kv, layer, slots, heads, *self.angles)
+            else:
+                weight = self.weights[layer][0]
+                q = turned_product(self.kv, layer, slots, rows, weight, None, *self.angles)
             attended = paged_verify(q[:, None], self.kv, layer, self.tables, self.lens, HEAD_DIM**-0.5)
             attended = attended.reshape(self.num_rows, -1)
             middle, rows = sum_linear(attended, output, None, residual, self.norms[2 * layer + 1])
             inner = scaled_linear(rows, gate_up, is_gated=True)
             following = self.norms[2 * layer + 2] if layer + 1 < LAYERS else NextNorm(self.x[0], 1e-5)
             residual, rows = sum_linear(inner, down, None, middle, following)
-            if layer + 1 < LAYERS:
-                projected = scaled_linear(rows, self.weights[layer + 1][0])
         logits = linear(rms_norm(residual, self.norms[0].weight, 1e-5), self.head).float()
         return residual, choose_token(logits, *self.knobs)[0]
 

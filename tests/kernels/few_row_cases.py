@@ -10,9 +10,11 @@ from baton.kernels import (
     latent_step,
     normed_linear,
     rms_norm,
+    rotate_store,
     skinny_linear,
+    turned_product,
 )
-from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
+from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8, raw
 from baton.kernels.rms_norm import NextNorm
 from baton.kernels.route_experts import Routing
 from baton.kernels.silu_mul import silu_mul_reference
@@ -69,6 +71,40 @@ def check_norm_between_products(
         )
         apart = skinny_linear.gated_linear_reference if is_gated else torch.nn.functional.linear
         assert_close(y, apart(normed, second, biases[1]), bfloat16=6e-2)
+
+
+def check_turned_product(
+    device: str, num_rows: int, sizes: tuple[int, int, int, int], num_real: int, has_bias: bool,
+    kv_dtype: torch.dtype, dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """The bits of a projection, a rotation and a store, one after the other; x is part of wider rows."""
+    in_size, num_heads, kv_heads, head_dim = sizes
+    outputs, num_pages = (num_heads + 2 * kv_heads) * head_dim, 2 + num_rows
+    wide = torch.full((num_rows + 1, in_size + 5), NAN, dtype=dtype)
+    wide[:num_rows, :in_size] = randn(num_rows, in_size, dtype=dtype)
+    squares = torch.full((num_rows, 3), in_size / 3.0) + randn(num_rows, 3, seed=1)
+    rows = normed_linear.UnscaledRows(wide.to(device)[:num_rows, :in_size], squares.to(device), 1e-5)
+    weight = (randn(outputs, in_size, seed=2) / in_size**0.5).to(dtype).to(device)
+    bias = randn(outputs, seed=3).to(dtype).to(device) if has_bias else None
+    angles = randn(num_rows, head_dim // 2, seed=4)
+    cos, sin = angles.cos().to(dtype).to(device), angles.sin().to(dtype).to(device)
+    tables = torch.cat((cos, 2 * cos), -1), torch.cat((-sin, 3 * sin), -1)
+    pool = randn(num_pages, 3, 2, 4, kv_heads, head_dim, seed=5).to(kv_dtype)
+    slots = 4 * (1 + torch.arange(num_rows)) + torch.arange(num_rows) % 4
+    slots[num_real:] = 0
+    places = torch.stack((kv_store.kv_rows(slots, pool), slots - 1), dim=1).to(device)[:, 0]
+    shape = SMALL_TILE._replace(out=16 if head_dim < 64 else 32)
+    apart, joined = pool.to(device, copy=True), pool.to(device, copy=True)
+    heads = normed_linear.scaled_linear_triton(rows, weight, bias, shape=shape)
+    expected = rotate_store.rotate_store_triton(apart, 1, places, heads.view(num_rows, -1, head_dim), *tables)
+    q = turned_product.turned_product_triton(joined, 1, places, rows, weight, bias, *tables, shape=shape)
+    assert not torch.equal(raw(joined).cpu(), raw(pool))
+    if dtype == FLOAT32:
+        assert_close(q, expected.cpu())
+        assert_close(joined, apart.cpu())
+    else:
+        assert torch.equal(q, expected)
+        assert torch.equal(raw(joined), raw(apart))
 
 
 def check_norm_between_fp8_products(
@@ -204,6 +240,13 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             for has_bias, offset in ((False, None), (True, 1.0)):
                 if dtype == FLOAT32 or has_bias:
                     yield check_norm_between_products, (sizes, has_bias, offset, dtype)
+    for num_rows, sizes, num_real, has_bias, kv_dtype, dtype in (
+        (1, (64, 2, 1, 16), 1, False, FLOAT32, FLOAT32),
+        (3, (41, 3, 1, 32), 2, True, FLOAT32, FLOAT32),
+        (5, (100, 4, 2, 64), 0, False, FP8, BFLOAT16),
+        (16, (96, 1, 1, 128), 11, True, BFLOAT16, BFLOAT16),
+    ):
+        yield check_turned_product, (num_rows, sizes, num_real, has_bias, kv_dtype, dtype)
     for num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype in (
         (1, (16, 64, 40), 0, Routing(top_k=4, is_normalised=True), False, False, FLOAT32),
         (3, (20, 36, 48), 2, Routing(top_k=3, is_normalised=False, scale=1.5), False, True, FLOAT32),

@@ -45,7 +45,7 @@ from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_tr
 from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.norm_pair import norm_pair, norm_pair_triton
-from baton.kernels.normed_linear import scaled_linear_triton, sum_linear_triton
+from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
@@ -63,6 +63,7 @@ from baton.kernels.step_glue import (
     step_places_triton,
 )
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
+from baton.kernels.turned_product import turned_product, turned_product_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
 from baton.kernels.wgmma_attention import wgmma_attention_triton
 from baton.tests.kernels import bench_kernels
@@ -245,6 +246,14 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     _, rows = sum_linear_triton(x, weight[:2048], None, x, norm)
     for is_gated in (False, True):
         scaled_linear_triton(rows, weight, is_gated=is_gated)
+    for hidden, head_dim, num_heads in ((4096, 128, 32), (576, 64, 9)):
+        z, kv_heads = torch.zeros(4, hidden, dtype=torch.bfloat16), num_heads // 3
+        wide = torch.zeros((num_heads + 2 * kv_heads) * head_dim, hidden, dtype=torch.bfloat16)
+        for dtype in (torch.bfloat16, FP8):
+            turned_product_triton(
+                torch.zeros(8, 2, 2, 16, kv_heads, head_dim, dtype=dtype), 1,
+                torch.zeros(4, dtype=torch.int64), rows._replace(z=z), wide, None, *[z[:, :head_dim]] * 2,
+            )  # fmt: skip
     eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
     _, rows = sum_fp8_triton(x[:1], eighths, x[:1], norm)
     for is_gated in (False, True):
@@ -262,7 +271,7 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
     assert {name for name, _ in compiled_for_h200} == {
         "_normed_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel", "_second_kernel",
-        "_prepare_kernel", "_latent_kernel", "_values_kernel",
+        "_prepare_kernel", "_latent_kernel", "_values_kernel", "_turned_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
 
@@ -459,6 +468,8 @@ KEYS = torch.zeros(128, 2, 8)
 CONTEXT = ContextKV(KEYS, KEYS)
 STARTS = torch.tensor([0, 128])
 IDS = torch.ones(1, 2, dtype=torch.int32)
+UNSCALED = UnscaledRows(randn(1, 8), torch.ones(1, 2), 1e-5)
+TABLES = randn(1, 8), randn(1, 8)
 PLAIN_NORM = NextNorm(randn(8), 1e-5)
 EXPERTS = randn(3, 8, 8), randn(3, 8, 4)
 ROUTED = randn(1, 32), IDS, randn(1, 2)
@@ -493,6 +504,14 @@ WORDS, WORDS_DOWN = (
         ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 8).half(), PLAIN_NORM)),
         ("norm_pair", lambda: norm_pair(*[randn(2, 7), PLAIN_NORM] * 2)),
         ("norm_pair", lambda: norm_pair(*[randn(2, 8), PLAIN_NORM._replace(offset=1.0)] * 2)),
+        ("turned_product", lambda: turned_product(POOL, 0, ONE, UNSCALED, randn(32, 8), None, *TABLES)),
+        ("turned_product", lambda: turned_product(POOL, 0, ONE, UNSCALED, randn(44, 8), None, *TABLES)),
+        ("turned_product", lambda: turned_product(
+            POOL, 0, ONE, UNSCALED, randn(48, 8), None, *[randn(1, 4)] * 2)),
+        ("normed linear", lambda: turned_product(POOL, 0, ONE, UNSCALED, randn(48, 7), None, *TABLES)),
+        ("store_kv", lambda: turned_product(POOL, 0, TABLE[0], UNSCALED, randn(48, 8), None, *TABLES)),
+        ("turned_product", lambda: turned_product_triton(
+            POOL, 0, ONE, UNSCALED, randn(48, 8), None, *TABLES)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE[:, :1], ONE)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE.int(), ONE)),
         ("tree_verify", lambda: tree_verify(*[torch.zeros(1, 0, dtype=INT64)] * 3, ONE)),
