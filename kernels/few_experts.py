@@ -24,7 +24,7 @@ from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MIN_TILE_ROWS = 16
 MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
-MAX_INNER = 1536  # of an expert; wider ones are not measured
+MAX_INNER = 1536  # rows times the inner values of an expert: each row reads its experts for itself
 
 
 class FewExperts(NamedTuple):
@@ -52,8 +52,14 @@ class FewExperts(NamedTuple):
 def fits(experts: FewExperts) -> bool:
     """Whether these kernels compute such a layer."""
     has_whole = experts.shared_down is None or experts.shared_down.shape[1] % experts.down.shape[2] == 0
-    is_small = experts.router.shape[0] <= MAX_EXPERTS and experts.down.shape[2] <= MAX_INNER
-    return experts.routing.num_groups == 1 and is_small and has_whole
+    return experts.routing.num_groups == 1 and experts.router.shape[0] <= MAX_EXPERTS and has_whole
+
+
+def pays(experts: FewExperts, num_rows: int) -> bool:
+    """Whether they are faster for `num_rows` rows. A layer of Qwen3-30B-A3B takes 52 us for a row instead of
+    62, 70 for two instead of 79, and 117 for four as different as can be instead of 115.
+    """
+    return num_rows * experts.down.shape[2] <= MAX_INNER
 
 
 def few_experts_reference(

@@ -126,7 +126,7 @@ JOIN_NAMES = ("norms", "turns", "experts", "latents")
 NO_JOINS = Joins()
 # Norms pay at 1 and at 4 rows, and up to 16 rows take the tiles of one. Each row reads its experts and the
 # projection of its latents for itself, which only few rows should.
-FEW_ROWS = Joins(norms=MIN_ROWS_TILE, turns=MIN_ROWS_TILE, experts=1, latents=4)
+FEW_ROWS = Joins(norms=MIN_ROWS_TILE, turns=MIN_ROWS_TILE, experts=2, latents=4)
 
 
 def named_joins(text: str) -> Joins:
