@@ -409,6 +409,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 isinstance(item, SendMessage)
                 or item in self._prepared
                 or not self.session.is_open(item.room, item.epoch)
+                or item.count > 1  # a run of a slab that the pair had; it is split when its turn comes
             ):
                 break
             items.append(item)

@@ -4,6 +4,7 @@ Shared memory of the host stands for that of a device: see `HostDevice`.
 """
 
 import ctypes
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -248,6 +249,29 @@ def test_a_refused_device_falls_back_to_shared_memory_and_says_so_once(start, re
     pair.now += 1.0
     pair.run()
     assert pair.device_bytes == (0, 0), "what was allocated is free again"
+
+
+def test_a_run_behind_blocks_for_shared_memory_waits_until_it_is_split(start, monkeypatch):
+    """A pair that lost its slab may have one of the host while runs for the other still wait."""
+    pair = start()
+    monkeypatch.setattr(HostDevice, "allocate", refuse)
+    pair.open()
+    pair.run()
+    sender, seen = pair.sender, list[tuple]()
+    fill = sender._fill_slots
+
+    def fill_slots(waiting):
+        run = replace(waiting[0], block=2, count=3, size=waiting[0].stream.block_size(2, 3))
+        seen.append((waiting[0].block, fill([waiting[0], run, waiting[0]])))
+        return []
+
+    for limit in ("_slots_per_frame", "max_batch"):
+        monkeypatch.setattr(sender, limit, 8)
+    monkeypatch.setattr(sender, "_fill_slots", fill_slots)
+    pair.open("b" * 32)
+    pair.run()
+    assert seen
+    assert all([block.block for block, _ in filled] == [first] for first, filled in seen[:2])
 
 
 def test_a_pair_without_any_slab_gets_messages(start, monkeypatch):
