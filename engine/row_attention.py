@@ -13,8 +13,8 @@ from ..kernels.invariant_attention import Rows
 from ..kernels.kv_store import store_kv
 from ..kernels.normed_linear import UnscaledRows
 from ..kernels.ops import recorded_invariant_attention, recorded_paged_verify, recorded_store_kv
+from ..kernels.rotary_product import rotary_product
 from ..kernels.rotate_store import HeadNorms, rotate_store
-from ..kernels.turned_product import turned_product
 from ..kernels.verify_attention import VerifyColumns, attend_verify_columns, verify_columns
 from .errors import LifecycleError
 from .kv.pool import KVPool
@@ -105,9 +105,9 @@ class RowPlan:
         sin: torch.Tensor,
         form: AttentionForm = PLAIN_FORM,
     ) -> torch.Tensor:
-        """As `rotate_attend` with the heads that `weight` and `bias` make of `rows`, where `can_turn`."""
+        """As `rotate_attend` with the heads that `weight` and `bias` make of `rows`, where `can_rotate`."""
         self.check(rows.z.shape[0])
-        q = turned_product(self.pool.kv, layer, self.rows, rows, weight, bias, cos, sin)
+        q = rotary_product(self.pool.kv, layer, self.rows, rows, weight, bias, cos, sin)
         return self._read(layer, q, form)
 
     def __call__(

@@ -36,6 +36,7 @@ def _copy_row(
     p_ids: tl.tensor,
     p_out: tl.tensor,
     ids_stride: tl.tensor,
+    num_rows: tl.tensor,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
     SHARE: tl.constexpr,
@@ -44,6 +45,7 @@ def _copy_row(
     i_row = tl.program_id(0).to(tl.int64)
     i_offset = tl.arange(0, BLOCK)
     row = tl.load(p_ids + i_row * ids_stride).to(tl.int64)
+    row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
     start = tl.program_id(2) * SHARE
     for first in range(start, tl.minimum(start + SHARE, WIDTH), BLOCK):
         i_column = first + i_offset
@@ -53,20 +55,24 @@ def _copy_row(
     release_next(CHAINED)
 
 
-@jit_varying("p_ids_0", "p_ids_1", "p_ids_2", "stride_0", "stride_1", "stride_2")
+@jit_varying("p_ids_0", "p_ids_1", "p_ids_2", "stride_0", "stride_1", "stride_2",
+             "rows_0", "rows_1", "rows_2")  # fmt: skip
 def _look_up_kernel(
     p_table_0: tl.tensor,
     p_ids_0: tl.tensor,
     p_out_0: tl.tensor,
     stride_0: tl.tensor,
+    rows_0: tl.tensor,
     p_table_1: tl.tensor,
     p_ids_1: tl.tensor,
     p_out_1: tl.tensor,
     stride_1: tl.tensor,
+    rows_1: tl.tensor,
     p_table_2: tl.tensor,
     p_ids_2: tl.tensor,
     p_out_2: tl.tensor,
     stride_2: tl.tensor,
+    rows_2: tl.tensor,
     WIDTH_0: tl.constexpr,
     WIDTH_1: tl.constexpr,
     WIDTH_2: tl.constexpr,
@@ -79,11 +85,11 @@ def _look_up_kernel(
     # program (row, table, share of the columns)
     wait_for_previous(CHAINED)
     if tl.program_id(1) == 0:
-        _copy_row(p_table_0, p_ids_0, p_out_0, stride_0, WIDTH_0, BLOCK_0, SHARE, CHAINED)
+        _copy_row(p_table_0, p_ids_0, p_out_0, stride_0, rows_0, WIDTH_0, BLOCK_0, SHARE, CHAINED)
     elif tl.program_id(1) == 1:
-        _copy_row(p_table_1, p_ids_1, p_out_1, stride_1, WIDTH_1, BLOCK_1, SHARE, CHAINED)
+        _copy_row(p_table_1, p_ids_1, p_out_1, stride_1, rows_1, WIDTH_1, BLOCK_1, SHARE, CHAINED)
     else:
-        _copy_row(p_table_2, p_ids_2, p_out_2, stride_2, WIDTH_2, BLOCK_2, SHARE, CHAINED)
+        _copy_row(p_table_2, p_ids_2, p_out_2, stride_2, rows_2, WIDTH_2, BLOCK_2, SHARE, CHAINED)
 
 
 def look_up_rows_triton(*lookups: Lookup) -> tuple[torch.Tensor, ...]:
@@ -97,7 +103,7 @@ def look_up_rows_triton(*lookups: Lookup) -> tuple[torch.Tensor, ...]:
     arguments: list[object] = []
     sizes: dict[str, int] = {}
     for index, ((table, ids), out) in enumerate(filled):
-        arguments += (table.contiguous(), ids, out, ids.stride(0))
+        arguments += (table, ids, out, ids.stride(0), table.shape[0])
         sizes[f"WIDTH_{index}"] = table.shape[1]
         sizes[f"BLOCK_{index}"] = min(next_power_of_2(table.shape[1]), MAX_BLOCK)
     grid = (count, len(lookups), cdiv(max(table.shape[1] for table, _ in lookups), SHARE))
@@ -116,13 +122,16 @@ def _check(lookups: tuple[Lookup, ...]) -> int:
                 f"look_up_rows: table {tuple(table.shape)} and ids {tuple(ids.shape)} {ids.dtype} beside "
                 f"{count} others; expected [R, W] and int64 [T]"
             )
+        if not table.is_contiguous():
+            raise ValueError(f"look_up_rows: table {tuple(table.shape)} is not contiguous; copy it once")
     return count
 
 
 def look_up_rows(*lookups: Lookup) -> tuple[torch.Tensor, ...]:
     """The rows of each of 1 to 3 lookups, `[T, W]` in the dtype of its table. T is common, W is not.
 
-    Raises ValueError if shapes or dtypes do not fit. Ids are checked on the CPU alone.
+    Ids outside of a table raise IndexError on a CPU, and take its first or last row on a GPU. Raises
+    ValueError if shapes or dtypes do not fit, or if a table is not contiguous.
     """
     if lookups and lookups[0].table.is_cuda:
         return look_up_rows_triton(*lookups)

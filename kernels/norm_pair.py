@@ -31,6 +31,7 @@ def _norm_half(
     x_stride: tl.tensor,
     eps: tl.tensor,
     HALF: tl.constexpr,
+    HAS_ALONE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -45,7 +46,7 @@ def _norm_half(
     )
     release_next(CHAINED)
     tl.store(p_pair + i_row[:, None] * (2 * width) + HALF * width + i_column[None, :], b_y, mask=m_tile)
-    if HALF == 1:
+    if HALF == 1 and HAS_ALONE:
         tl.store(p_alone + i_row[:, None] * width + i_column[None, :], b_y, mask=m_tile)
 
 
@@ -63,6 +64,7 @@ def _norm_pair_kernel(
     right_stride: tl.tensor,
     left_eps: tl.tensor,
     right_eps: tl.tensor,
+    HAS_ALONE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_WIDTH: tl.constexpr,
     CHAINED: tl.constexpr,
@@ -71,20 +73,25 @@ def _norm_pair_kernel(
     wait_for_previous(CHAINED)
     if tl.program_id(1) == 0:
         _norm_half(p_left, p_left_weight, p_pair, p_alone, num_rows, width, left_stride, left_eps, 0,
-                   BLOCK_ROWS, BLOCK_WIDTH, CHAINED)  # fmt: skip
+                   HAS_ALONE, BLOCK_ROWS, BLOCK_WIDTH, CHAINED)  # fmt: skip
     else:
         _norm_half(p_right, p_right_weight, p_pair, p_alone, num_rows, width, right_stride, right_eps, 1,
-                   BLOCK_ROWS, BLOCK_WIDTH, CHAINED)  # fmt: skip
+                   HAS_ALONE, BLOCK_ROWS, BLOCK_WIDTH, CHAINED)  # fmt: skip
 
 
 def norm_pair_triton(
-    left: torch.Tensor, left_norm: NextNorm, right: torch.Tensor, right_norm: NextNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
+    left: torch.Tensor,
+    left_norm: NextNorm,
+    right: torch.Tensor,
+    right_norm: NextNorm,
+    *,
+    has_alone: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Launch; arguments as in `norm_pair`. Raises ValueError as it does."""
     _check(left, left_norm, right, right_norm)
     num_rows, width = left.shape
     pair = left.new_empty((num_rows, 2 * width))
-    alone = left.new_empty((num_rows, width))
+    alone = left.new_empty((num_rows, width)) if has_alone else None
     if pair.numel() == 0:
         return pair, alone
     left, right = (x if x.stride(1) == 1 else x.contiguous() for x in (left, right))
@@ -96,13 +103,14 @@ def norm_pair_triton(
         right,
         right_norm.weight.contiguous(),
         pair,
-        alone,
+        pair if alone is None else alone,
         num_rows,
         width,
         left.stride(0),
         right.stride(0),
         left_norm.eps,
         right_norm.eps,
+        HAS_ALONE=has_alone,
         BLOCK_ROWS=block_rows,
         BLOCK_WIDTH=block_width,
         **chained(left.device),
@@ -126,13 +134,20 @@ def _check(left: torch.Tensor, left_norm: NextNorm, right: torch.Tensor, right_n
 
 
 def norm_pair(
-    left: torch.Tensor, left_norm: NextNorm, right: torch.Tensor, right_norm: NextNorm
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """(both normed rows side by side, `[T, 2*W]`; the normed `right` alone) for `left`, `right` `[T, W]`.
+    left: torch.Tensor,
+    left_norm: NextNorm,
+    right: torch.Tensor,
+    right_norm: NextNorm,
+    *,
+    has_alone: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(both normed rows side by side, `[T, 2*W]`; the normed `right` alone, `[T, W]`, or None without
+    `has_alone`) for `left`, `right` `[T, W]`.
 
     Raises ValueError if shapes or dtypes differ, or for a norm with an offset.
     """
     if left.is_cuda:
-        return norm_pair_triton(left, left_norm, right, right_norm)
+        return norm_pair_triton(left, left_norm, right, right_norm, has_alone=has_alone)
     _check(left, left_norm, right, right_norm)
-    return norm_pair_reference(left, left_norm, right, right_norm)
+    pair, alone = norm_pair_reference(left, left_norm, right, right_norm)
+    return pair, alone if has_alone else None

@@ -21,8 +21,9 @@ from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_ROWS = 64  # of one tile
-WIDE_SUM = 4096  # outputs of a sum for 128 programs with wide tiles
-SHORT_INPUTS = 1024  # inputs of a product that reads all its weights at once
+WIDE_SUMS = (2048, 4096)  # outputs of a sum for 64 or 128 programs with wide tiles
+WIDE_OUTPUTS = 4096  # more have wide tiles in any product
+SHORT_INPUTS = 1024  # so few inputs of a product take small steps
 
 
 class UnscaledRows(NamedTuple):
@@ -145,11 +146,11 @@ def sum_shape(num_rows: int, out_size: int, device: torch.device) -> SkinnyShape
     """Tiles for the sums of `num_rows` x `out_size` outputs.
 
     Wide tiles are faster where launches are chained and one round of programs reads the weights: 114.4 us a
-    layer of an 8B Llama instead of 116.0, and 53.7 instead of 55.5 for Qwen3-30B-A3B, whose 64 programs leave
+    layer of an 8B Llama instead of 116.0, and 53.9 instead of 55.6 for Qwen3-30B-A3B, whose 64 programs leave
     half of an H200 to the next kernel. They are slower where launches are not chained: 118.1, not 117.1.
     """
     shape = skinny_shape(num_rows, out_size)
-    if num_rows <= MIN_ROWS_TILE and out_size in (WIDE_SUM // 2, WIDE_SUM) and are_chained(device):
+    if num_rows <= MIN_ROWS_TILE and out_size in WIDE_SUMS and are_chained(device):
         return SkinnyShape(out=32, inner=256, num_warps=4, num_stages=4)
     return shape
 
@@ -166,7 +167,7 @@ def scaled_shape(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> 
     if in_size <= SHORT_INPUTS:
         return SkinnyShape(out=16, inner=64, num_warps=4, num_stages=6)
     shape = skinny_shape(num_rows, out_size)
-    return shape._replace(num_stages=3 if is_gated else 5) if out_size > WIDE_SUM else shape
+    return shape._replace(num_stages=3 if is_gated else 5) if out_size > WIDE_OUTPUTS else shape
 
 
 def sum_linear_triton(

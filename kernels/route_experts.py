@@ -2,7 +2,8 @@
 
 The scores are float32: a softmax over all experts (Shazeer et al., "Outrageously large neural networks",
 2017), or the sigmoid of each logit (DeepSeek-AI, "DeepSeek-V3", 2024). A bias may be added for the choice
-alone; the weights are scores without it. With groups, only experts of the best groups can be chosen, where a
+alone; the weights are scores without it. Without a bias and groups a softmax is compared by its logits, which
+order alike and are not rounded. With groups, only experts of the best groups can be chosen, where a
 group counts as much as its best experts together. Of equal scores, the one of the lower expert id wins, and
 of equal groups the one of the lower number.
 
@@ -62,6 +63,8 @@ def route_experts_reference(
     wide = logits.to(torch.float32)
     scores = torch.sigmoid(wide) if routing.is_sigmoid else torch.softmax(wide, dim=-1)
     chosen_by = scores if bias is None else scores + bias
+    if bias is None and not routing.is_sigmoid and routing.num_groups == 1:
+        chosen_by = wide.nan_to_num(-LARGEST, LARGEST, -LARGEST)
     if routing.num_groups > 1:
         grouped = chosen_by.view(len(chosen_by), routing.num_groups, chosen_by.shape[1] // routing.num_groups)
         group_scores = grouped.sort(dim=-1, descending=True).values[..., : routing.best_of_group].sum(-1)
@@ -74,6 +77,24 @@ def route_experts_reference(
     if routing.is_normalised:
         weights = weights / (weights.sum(-1, keepdim=True) + SMALLEST_SUM)
     return ids.to(torch.int32), weights * routing.scale
+
+
+@jit
+def finite_logits(b_logit: tl.tensor, m_expert: tl.tensor, LARGEST: tl.constexpr) -> tl.tensor:
+    """The logits clamped to finite values, NaN to the lowest, so that a broken row chooses experts that
+    exist; -inf behind the last expert.
+    """
+    b_logit = tl.where(b_logit == b_logit, tl.clamp(b_logit, -LARGEST, LARGEST), -LARGEST)
+    return tl.where(m_expert, b_logit, float("-inf"))
+
+
+@jit
+def scores_of(b_logit: tl.tensor, IS_SIGMOID: tl.constexpr) -> tl.tensor:
+    """Their sigmoids, or their softmax."""
+    if IS_SIGMOID:
+        return 1.0 / (1.0 + tl.exp(-b_logit))
+    b_score = tl.exp(b_logit - tl.max(b_logit))
+    return b_score / tl.sum(b_score)
 
 
 @jit
@@ -133,15 +154,11 @@ def _route_kernel(
     i_expert = tl.arange(0, BLOCK)
     m_expert = i_expert < num_experts
     b_logit = tl.load(p_logits + i_row * num_experts + i_expert, mask=m_expert, other=0.0).to(tl.float32)
-    # finite, so that a row of NaN or infinities takes experts that exist
-    b_logit = tl.where(b_logit == b_logit, tl.clamp(b_logit, -LARGEST, LARGEST), -LARGEST)
-    if IS_SIGMOID:
-        b_score = 1.0 / (1.0 + tl.exp(-b_logit))
-    else:
-        b_logit = tl.where(m_expert, b_logit, float("-inf"))
-        b_score = tl.exp(b_logit - tl.max(b_logit))
-        b_score = b_score / tl.sum(b_score)
+    b_logit = finite_logits(b_logit, m_expert, LARGEST)
+    b_score = scores_of(b_logit, IS_SIGMOID)
     b_choice = b_score
+    if NUM_GROUPS == 1 and not HAS_BIAS and not IS_SIGMOID:
+        b_choice = b_logit
     if HAS_BIAS:
         b_choice += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
     b_choice = tl.where(m_expert, b_choice, float("-inf"))

@@ -105,14 +105,14 @@ def of_one_rank(part: torch.Tensor) -> torch.Tensor:
 class Joins:
     """The most rows for which steps of a layer share launches, in 16 bits on a GPU; 0: for none.
 
-    `norms`: residual sums and norms are part of products, see `normed_linear`. `experts`: see
-    `few_experts`; `turns`: rotation is part of a projection, see `turned_product`, on a GPU alone; both need
-    `norms`. `latents`: see `latent_step`. `everywhere`: also on CPUs and in float32, by their definitions,
-    for tests.
+    `norms`: residual sums and norms are part of products, see `normed_linear`. `rotary`: rotation is part of
+    a projection, see `rotary_product`, on a GPU alone. `experts`: see `few_experts`, where their size is a
+    limit, too. Both need `norms`. `latents`: see `latent_step`. `everywhere`: also on CPUs and in float32, by
+    their definitions, for tests.
     """
 
     norms: int = 0
-    turns: int = 0
+    rotary: int = 0
     experts: int = 0
     latents: int = 0
     everywhere: bool = False
@@ -122,11 +122,11 @@ class Joins:
         return x.shape[0] <= max_rows and (self.everywhere or has_tiles(x))
 
 
-JOIN_NAMES = ("norms", "turns", "experts", "latents")
+JOIN_NAMES = ("norms", "rotary", "experts", "latents")
 NO_JOINS = Joins()
 # Norms pay at 1 and at 4 rows, and up to 16 rows take the tiles of one. Each row reads its experts and the
 # projection of its latents for itself, which only few rows should.
-FEW_ROWS = Joins(norms=MIN_ROWS_TILE, turns=MIN_ROWS_TILE, experts=2, latents=4)
+FEW_ROWS = Joins(norms=MIN_ROWS_TILE, rotary=MIN_ROWS_TILE, experts=2, latents=4)
 
 
 def named_joins(text: str) -> Joins:

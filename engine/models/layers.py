@@ -18,9 +18,9 @@ from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.normed_linear import MAX_ROWS as MAX_JOINED_ROWS
 from ...kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
 from ...kernels.rms_norm import NextNorm, norm_add_norm
+from ...kernels.rotary_product import can_rotate
 from ...kernels.rotate_store import HeadNorms
 from ...kernels.row_ops import FASTEST, Joins, RowOps, of_one_rank
-from ...kernels.turned_product import can_turn
 from .quant.kv_scales import KVScales
 from .quant.projection import MakeProjection, Projection
 from .quant.projection import NamedTensors as NamedTensors
@@ -53,9 +53,8 @@ def added(hidden: torch.Tensor, delta: Left) -> torch.Tensor:
 class Attend(Protocol):
     """The attention of all layers of a forward.
 
-    It may have a method `rotate_attend(layer, heads [T, N+2K, D], cos [T, R], sin [T, R], form)` for CUDA,
-    which also rotates. Over latents: (layer index, q [T, N, F+P], latent [T, 1, R+P], up [N, F+V, R]) ->
-    [T, N, V], with the names of `kernels.latent_attention`.
+    On CUDA it may be a `RotatingAttend`. Over latents: (layer index, q [T, N, F+P], latent [T, 1, R+P],
+    up [N, F+V, R]) -> [T, N, V], with the names of `kernels.latent_attention`.
     """
 
     def __call__(
@@ -68,6 +67,34 @@ class Attend(Protocol):
         /,
     ) -> torch.Tensor:
         """Stores `k` and `v` `[T, K, D]` of a layer, then attends with `q` `[T, N, D]` -> `[T, N, D]`."""
+
+
+@runtime_checkable
+class RotatingAttend(Attend, Protocol):
+    """Attention that also rotates queries and keys by the tables `cos` and `sin` `[T, R]`. For CUDA."""
+
+    def rotate_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """As a call, with the heads of q, k and v side by side in `heads` `[T, N+2K, D]`, before `norms`."""
+
+    def project_attend(
+        self,
+        layer: int,
+        rows: UnscaledRows,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+    ) -> torch.Tensor:
+        """As `rotate_attend` with the heads that `weight` and `bias` make of `rows`, where `can_rotate`."""
 
 
 class Read(Protocol):
@@ -365,17 +392,15 @@ class SelfAttention:
         self, x: Normed, cos: torch.Tensor, sin: torch.Tensor, layer: int, attend: Attend
     ) -> torch.Tensor:
         """As a call, without the output projection: `[T, N*D]`."""
-        if isinstance(x, UnscaledRows) and self._turns_in_product(x, cos, attend):
+        may_rotate = cos.is_cuda and self.turns and self.kv_scales is None
+        rotating = attend if may_rotate and isinstance(attend, RotatingAttend) else None
+        if rotating is not None and isinstance(x, UnscaledRows) and self._rotates_in_product(x, cos):
             given = layer, x, self.qkv.weight, self.qkv.bias, cos, sin, self.form
-            turned: torch.Tensor = attend.project_attend(*given)  # type: ignore[attr-defined]
-            return turned.flatten(1)
+            return rotating.project_attend(*given).flatten(1)
         split = self.num_heads + self.num_kv_heads
         heads = self._project(x).view(-1, split + self.num_kv_heads, self.head_dim)
-        rotate_attend = getattr(attend, "rotate_attend", None)
-        joins = self.turns and self.kv_scales is None and self._joins_norms(attend)
-        if rotate_attend is not None and heads.is_cuda and joins:
-            rotated: torch.Tensor = rotate_attend(layer, heads, cos, sin, self.form, self._head_norms())
-            return rotated.flatten(1)
+        if rotating is not None and self._joins_norms(attend):
+            return rotating.rotate_attend(layer, heads, cos, sin, self.form, self._head_norms()).flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
         q, k = qk[:, : self.num_heads], qk[:, self.num_heads :]
@@ -387,14 +412,11 @@ class SelfAttention:
         assert isinstance(x, torch.Tensor) or isinstance(self.qkv, JoinedProjection)
         return self.qkv(x)  # type: ignore[arg-type]
 
-    def _turns_in_product(self, rows: UnscaledRows, cos: torch.Tensor, attend: Attend) -> bool:
-        """Whether `attend` may project `rows` itself."""
-        is_plain = self.turns and self.kv_scales is None and self.qk_norm is None and type(self.qkv) is Linear
-        if not is_plain or getattr(attend, "project_attend", None) is None or not rows.z.is_cuda:
-            return False
-        sizes = *self.qkv.weight.shape, self.head_dim, cos.shape[1]
-        joins = self.ops.joins
-        return joins.takes(rows.z, joins.turns) and can_turn(rows.z.shape[0], *sizes)
+    def _rotates_in_product(self, rows: UnscaledRows, cos: torch.Tensor) -> bool:
+        """Whether the projection of `rows` and their rotation are one launch."""
+        joins, sizes = self.ops.joins, (*self.qkv.weight.shape, self.head_dim, cos.shape[1])
+        is_plain = self.qk_norm is None and type(self.qkv) is Linear
+        return is_plain and joins.takes(rows.z, joins.rotary) and can_rotate(rows.z.shape[0], *sizes)
 
     def _joins_norms(self, attend: Attend) -> bool:
         """Whether `attend` may normalise q and k itself: not where the bits of prompts must be equal."""

@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 
 from ...kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm
-from ...kernels.few_experts import FewExperts, few_experts, fits, pays
+from ...kernels.few_experts import FewExperts, can_join_experts, few_experts, should_join_experts
 from ...kernels.normed_linear import UnscaledRows
 from ...kernels.ops import recorded_route_experts
 from ...kernels.rms_norm import NextNorm
@@ -232,7 +232,7 @@ class MixtureOfExperts:
         shared = self.shared
         is_as_made = shared is None or type(shared.gate_up) is type(shared.down) is Linear
         experts = self._few_experts()
-        return is_as_made and fits(experts) and pays(experts, num_rows)
+        return is_as_made and can_join_experts(experts) and should_join_experts(experts, num_rows)
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None

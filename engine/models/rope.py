@@ -281,21 +281,18 @@ class RotaryEmbedding:
 
     def lookup(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """Cos and sin of `positions` int64 `[T]`, each `[T, R]` in `dtype`, sin with a negated first half."""
-        if self._ready is not None and self._ready[0] == dtype:
-            _, cos, sin = self._ready
-            cos, sin = look_up_rows(Lookup(cos, positions), Lookup(sin, positions))
-            return cos, sin
-        return _signed(self._table.index_select(0, positions), dtype)
-
-    def lookup_with(
-        self, other: Lookup, positions: torch.Tensor, dtype: torch.dtype
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """(the rows of `other` `[T, W]`, cos, sin): as `lookup`, in one launch."""
         if self._ready is None or self._ready[0] != dtype:
-            return look_up_rows(other)[0], *self.lookup(positions, dtype)
-        _, cos, sin = self._ready
-        rows, cos, sin = look_up_rows(other, Lookup(cos, positions), Lookup(sin, positions))
-        return rows, cos, sin
+            return _signed(self._table.index_select(0, positions), dtype)
+        cos, sin = look_up_rows(*self.lookups(positions, dtype))
+        return cos, sin
+
+    def lookups(self, positions: torch.Tensor, dtype: torch.dtype) -> tuple[Lookup, Lookup]:
+        """What `lookup` looks up, to be looked up together with other rows. Another dtype than that of the
+        constructor costs a copy of the tables.
+        """
+        is_ready = self._ready is not None and self._ready[0] == dtype
+        _, cos, sin = self._ready if is_ready and self._ready else (dtype, *_signed(self._table, dtype))
+        return Lookup(cos, positions), Lookup(sin, positions)
 
     def apply(
         self, q_TND: torch.Tensor, k_TKD: torch.Tensor, positions_T: torch.Tensor

@@ -12,6 +12,7 @@ from typing import TypeAlias
 import torch
 import torch.nn.functional as F
 
+from ...kernels.look_up_rows import Lookup, look_up_rows
 from ...kernels.ops import recorded_logits
 from .group import TensorGroup
 
@@ -65,6 +66,13 @@ def look_up(ids: torch.Tensor, table: Table) -> torch.Tensor:
     is_elsewhere = (local < 0) | (local >= count)
     found = F.embedding(local.masked_fill(is_elsewhere, 0), table.rows)
     return table.group.sum(found.masked_fill(is_elsewhere[:, None], 0))
+
+
+def look_up_beside(ids: torch.Tensor, table: Table, *others: Lookup) -> tuple[torch.Tensor, ...]:
+    """Rows `[T, H]` of `ids` int64 `[T]`, and those of one or two `others`; one launch for a whole table."""
+    if isinstance(table, torch.Tensor):
+        return look_up_rows(Lookup(table, ids), *others)
+    return look_up(ids, table), *look_up_rows(*others)
 
 
 def table_logits(

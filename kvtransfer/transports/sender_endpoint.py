@@ -409,7 +409,7 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 isinstance(item, SendMessage)
                 or item in self._prepared
                 or not self.session.is_open(item.room, item.epoch)
-                or item.count > 1  # a run of a slab that the pair had; it is split when its turn comes
+                or item.count > 1  # cut for a device slab that is gone; these slots hold single blocks
             ):
                 break
             items.append(item)

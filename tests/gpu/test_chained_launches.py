@@ -10,9 +10,9 @@ from baton.kernels.choose_token import choose_token
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear, sum_linear
 from baton.kernels.rms_norm import NextNorm, rms_norm
+from baton.kernels.rotary_product import rotary_product
 from baton.kernels.rotate_store import rotate_store
 from baton.kernels.skinny_linear import linear
-from baton.kernels.turned_product import turned_product
 from baton.kernels.verify_attention import paged_verify
 
 pytestmark = [
@@ -72,7 +72,7 @@ class Chain:
                 q = rotate_store(self.kv, layer, slots, heads, *self.angles)
             else:
                 weight = self.weights[layer][0]
-                q = turned_product(self.kv, layer, slots, rows, weight, None, *self.angles)
+                q = rotary_product(self.kv, layer, slots, rows, weight, None, *self.angles)
             attended = paged_verify(q[:, None], self.kv, layer, self.tables, self.lens, HEAD_DIM**-0.5)
             attended = attended.reshape(self.num_rows, -1)
             middle, rows = sum_linear(attended, output, None, residual, self.norms[2 * layer + 1])

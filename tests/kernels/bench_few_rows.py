@@ -29,9 +29,12 @@ from baton.kernels.logits import float32_logits
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
+from baton.kernels.rotary_product import rotary_product_triton
+from baton.kernels.rotate_store import HeadNorms, rotate_store_triton
 from baton.kernels.route_experts import Routing, route_experts
 from baton.kernels.skinny_linear import SkinnyShape, gated_linear, linear
 from baton.kernels.triton_jit import planned_launches
+from baton.kernels.verify_attention import paged_verify_triton
 
 PAGE_SIZE, EPS, REPLAYS = 16, 1e-5, 30
 DEVICE = "cuda"
@@ -309,7 +312,120 @@ def latent_section(batch: int, context: int) -> Section:
     return section
 
 
+# --- whole layers -------------------------------------------------------------------------------------------
+
+
+class Attended:
+    """A new row of each of `num_rows` requests, behind `context` others, and their KV in all layers."""
+
+    def __init__(self, dense: Dense, num_rows: int, context: int = 1024) -> None:
+        self.dense, self.num_rows, self.context = dense, num_rows, context
+        each = context // PAGE_SIZE + 1
+        self.kv = random(1 + num_rows * each, dense.layers, 2, PAGE_SIZE, dense.kv_heads, dense.head_dim)
+        self.pages = 1 + torch.arange(num_rows * each, device=DEVICE).view(num_rows, each)
+        self.places = kv_rows(self.pages[:, -1] * PAGE_SIZE, self.kv)
+        self.lens = torch.full((num_rows,), context + 1, device=DEVICE)
+        angles = torch.rand(num_rows, dense.head_dim // 2, device=DEVICE) * 6
+        cos, sin = angles.cos().to(torch.bfloat16), angles.sin().to(torch.bfloat16)
+        self.tables = torch.cat((cos, cos), -1), torch.cat((-sin, sin), -1)
+
+    def read(self, layer: int, q: torch.Tensor) -> torch.Tensor:
+        """Attends with `q` `[T, N, D]`; `[T, N*D]`."""
+        scale = self.dense.head_dim**-0.5
+        return paged_verify_triton(q[:, None], self.kv, layer, self.pages, self.lens, scale).flatten(1)
+
+    def rotate(self, layer: int, projected: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
+        heads = projected.view(self.num_rows, -1, self.dense.head_dim)
+        return rotate_store_triton(self.kv, layer, self.places, heads, *self.tables, norms)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of KV that a layer reads."""
+        return 4 * self.num_rows * self.context * self.dense.kv_heads * self.dense.head_dim
+
+
+def rotary_section(dense: Dense, num_rows: int) -> Section:
+    """A layer, from the rows in front of its norm to those of the next one: rotation apart, and joined."""
+    count, attended = dense.layers, Attended(dense, num_rows)
+    qkv, output = (
+        weights_of(count, dense.qkv, dense.hidden),
+        weights_of(count, dense.hidden, dense.attended),
+    )
+    gate_up = weights_of(count, 2 * dense.inner, dense.hidden)
+    down = weights_of(count, dense.hidden, dense.inner)
+    norm = NextNorm(1 + random(dense.hidden, scale=0.1), EPS)
+    residual = random(num_rows, dense.hidden)
+    rows = UnscaledRows(
+        random(num_rows, dense.hidden), torch.rand(num_rows, 128, device=DEVICE) * dense.hidden / 64, EPS
+    )
+    num_bytes = 2 * sum(w[0].numel() for w in (qkv, output, gate_up, down)) + attended.num_bytes
+    section = Section(f"{dense.name} layer, {num_rows} rows", count, num_bytes)
+
+    def way(is_joined: bool, layer: int) -> tuple[Result, ...]:
+        if is_joined:
+            q = rotary_product_triton(
+                attended.kv, layer, attended.places, rows, qkv[layer], None, *attended.tables
+            )
+        else:
+            q = attended.rotate(layer, scaled_linear_triton(rows, qkv[layer]))
+        middle, behind = sum_linear_triton(attended.read(layer, q), output[layer], None, residual, norm)
+        inner = scaled_linear_triton(behind, gate_up[layer], is_gated=True)
+        total, last = sum_linear_triton(inner, down[layer], None, middle, norm)
+        return last, total
+
+    section.ways += [Way("rotation apart", partial(way, False)), Way("rotation joined", partial(way, True))]
+    return section
+
+
+def expert_layer_section(dense: Dense, num_rows: int, num_experts: int, top_k: int) -> Section:
+    """As `rotary_section`, with norms of heads and experts, and all of its steps apart or joined."""
+    count, attended = dense.layers, Attended(dense, num_rows)
+    qkv, output = (
+        weights_of(count, dense.qkv, dense.hidden),
+        weights_of(count, dense.hidden, dense.attended),
+    )
+    router = weights_of(count, num_experts, dense.hidden)
+    gate_up = weights_of(count, num_experts, 2 * dense.inner, dense.hidden)
+    down = weights_of(count, num_experts, dense.hidden, dense.inner)
+    norm, routing = (
+        NextNorm(1 + random(dense.hidden, scale=0.1), EPS),
+        Routing(top_k=top_k, is_normalised=True),
+    )
+    heads = HeadNorms(*[1 + random(dense.head_dim, scale=0.1) for _ in range(2)], EPS)
+    residual, normed = random(num_rows, dense.hidden), random(num_rows, dense.hidden)
+    rows = UnscaledRows(normed, torch.full((num_rows, 128), dense.hidden / 128, device=DEVICE), 0.0)
+    used = num_rows * top_k * 3 * dense.inner * dense.hidden + num_experts * dense.hidden
+    num_bytes = 2 * (used + qkv[0].numel() + output[0].numel()) + attended.num_bytes
+    section = Section(f"{dense.name} layer, {num_rows} rows", count, num_bytes)
+
+    def apart(layer: int) -> tuple[Result, ...]:
+        read = attended.read(layer, attended.rotate(layer, linear(normed, qkv[layer]), heads))
+        between, middle = add_rms_norm(linear(read, output[layer]), residual, norm.weight, EPS)
+        ids, weights = route_experts(linear(between, router[layer]), routing)
+        delta = expert_mlp(between, ids, weights, gate_up[layer], down[layer])
+        return add_rms_norm(delta, middle, norm.weight, EPS)
+
+    def joined(layer: int) -> tuple[Result, ...]:
+        q = attended.rotate(layer, scaled_linear_triton(rows, qkv[layer]), heads)
+        middle, behind = sum_linear_triton(attended.read(layer, q), output[layer], None, residual, norm)
+        experts = FewExperts(routing, router[layer], gate_up[layer], down[layer])
+        total, last, _ = few_experts_triton(behind, experts, middle, norm)
+        return last, total
+
+    section.ways += [Way("apart", apart), Way("joined", joined)]
+    return section
+
+
+QWEN = Dense("qwen3-30b", 2048, 32, 4, 128, 768, 6)
+
+
 SECTIONS: dict[str, Callable[[], Section]] = {
+    "layer-8b-1": lambda: rotary_section(LLAMA, 1),
+    "layer-8b-16": lambda: rotary_section(LLAMA, 16),
+    "layer-smollm-1": lambda: rotary_section(SMOLLM, 1),
+    "layer-qwen-1": lambda: expert_layer_section(QWEN, 1, 128, 8),
+    "layer-qwen-2": lambda: expert_layer_section(QWEN, 2, 128, 8),
+    "layer-qwen-4": lambda: expert_layer_section(QWEN, 4, 128, 8),
     "products-8b-1": lambda: dense_section(LLAMA, 1),
     "products-8b-4": lambda: dense_section(LLAMA, 4),
     "products-smollm-1": lambda: dense_section(SMOLLM, 1),

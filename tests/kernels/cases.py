@@ -296,6 +296,8 @@ def check_look_up_rows(
         ids = ids[:, 1] if is_column else ids[:, 1].contiguous()
         table[ids] = randn(90, width, dtype=dtype, seed=seed)[ids]
         lookups.append(look_up_rows.Lookup(table, ids))
+    if len(lookups) == 2:  # the state of requests: large integers beside floats
+        lookups[1] = lookups[1]._replace(table=(1 << 62) + torch.arange(90 * widths[1]).view(90, -1))
     expected = [table[ids] for table, ids in lookups]
     moved = [look_up_rows.Lookup(table.to(device), ids.to(device)) for table, ids in lookups]
     for found in (look_up_rows.look_up_rows_triton(*moved), look_up_rows.look_up_rows(*lookups)):
@@ -310,13 +312,18 @@ def check_norm_pair(device: str, num_rows: int, width: int, dtype: torch.dtype) 
     weights = [(1 + 0.3 * randn(width, seed=seed)).to(dtype).to(device) for seed in (2, 3)]
     norms = [rms_norm.NextNorm(weight, eps) for weight, eps in zip(weights, (1e-5, 1e-2), strict=True)]
     left, right = left.to(device), wide.to(device)[:, :width]
-    pair, alone = norm_pair.norm_pair_triton(left, norms[0], right, norms[1])
+    pair, alone = norm_pair.norm_pair_triton(left, norms[0], right, norms[1], has_alone=True)
+    assert alone is not None
     rows = left.cpu(), right.cpu()
     on_cpu = [norm._replace(weight=norm.weight.cpu()) for norm in norms]
     apart = [rms_norm.rms_norm_reference(x, *norm[:2]) for x, norm in zip(rows, on_cpu, strict=True)]
     assert_rounds_alike(pair, torch.cat(apart, dim=1))
     assert torch.equal(alone, pair[:, width:])
-    on_a_cpu, alone = norm_pair.norm_pair(rows[0], on_cpu[0], rows[1], on_cpu[1])
+    without, none = norm_pair.norm_pair_triton(left, norms[0], right, norms[1])
+    assert none is None
+    assert torch.equal(without, pair)
+    on_a_cpu, alone = norm_pair.norm_pair(rows[0], on_cpu[0], rows[1], on_cpu[1], has_alone=True)
+    assert alone is not None
     assert_close(on_a_cpu, torch.cat(apart, dim=1), bfloat16=3.2e-2)
     assert torch.equal(alone, on_a_cpu[:, width:])
 

@@ -10,9 +10,9 @@ from baton.kernels import (
     latent_step,
     normed_linear,
     rms_norm,
+    rotary_product,
     rotate_store,
     skinny_linear,
-    turned_product,
 )
 from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8, raw
 from baton.kernels.rms_norm import NextNorm
@@ -73,7 +73,7 @@ def check_norm_between_products(
         assert_close(y, apart(normed, second, biases[1]), bfloat16=6e-2)
 
 
-def check_turned_product(
+def check_rotary_product(
     device: str, num_rows: int, sizes: tuple[int, int, int, int], num_real: int, has_bias: bool,
     kv_dtype: torch.dtype, dtype: torch.dtype,
 ) -> None:  # fmt: skip
@@ -97,7 +97,7 @@ def check_turned_product(
     apart, joined = pool.to(device, copy=True), pool.to(device, copy=True)
     heads = normed_linear.scaled_linear_triton(rows, weight, bias, shape=shape)
     expected = rotate_store.rotate_store_triton(apart, 1, places, heads.view(num_rows, -1, head_dim), *tables)
-    q = turned_product.turned_product_triton(joined, 1, places, rows, weight, bias, *tables, shape=shape)
+    q = rotary_product.rotary_product_triton(joined, 1, places, rows, weight, bias, *tables, shape=shape)
     assert not torch.equal(raw(joined).cpu(), raw(pool))
     if dtype == FLOAT32:
         assert_close(q, expected.cpu())
@@ -146,7 +146,7 @@ def check_few_experts(
     device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing,
     has_bias: bool, is_float32: bool, dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    """Equal logits are among those to choose from."""
+    """Equal logits are among those to choose from, and sigmoids that round to 1 without a bias."""
     num_experts, hidden, inner = sizes
 
     def made(*shape: int, seed: int) -> torch.Tensor:
@@ -154,6 +154,8 @@ def check_few_experts(
 
     router = made(num_experts, hidden, seed=1)
     router[1] = router[0]
+    if routing.is_sigmoid and not has_bias:
+        router *= 100
     shared = made(2 * num_shared * inner, hidden, seed=4), made(hidden, num_shared * inner, seed=5)
     weights = few_experts.FewExperts(
         routing, router, made(num_experts, 2 * inner, hidden, seed=2), made(num_experts, hidden, inner,
@@ -246,7 +248,7 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         (5, (100, 4, 2, 64), 0, False, FP8, BFLOAT16),
         (16, (96, 1, 1, 128), 11, True, BFLOAT16, BFLOAT16),
     ):
-        yield check_turned_product, (num_rows, sizes, num_real, has_bias, kv_dtype, dtype)
+        yield check_rotary_product, (num_rows, sizes, num_real, has_bias, kv_dtype, dtype)
     for num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype in (
         (1, (16, 64, 40), 0, Routing(top_k=4, is_normalised=True), False, False, FLOAT32),
         (3, (20, 36, 48), 2, Routing(top_k=3, is_normalised=False, scale=1.5), False, True, FLOAT32),
@@ -260,6 +262,7 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             FLOAT32,
         ),
         (2, (16, 64, 32), 1, Routing(top_k=8, is_normalised=True), False, True, BFLOAT16),
+        (3, (16, 64, 32), 0, Routing(top_k=3, is_normalised=True, is_sigmoid=True), False, True, FLOAT32),
     ):
         yield check_few_experts, (num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype)
     for lens, num_rows, num_heads, num_splits, is_interleaved, dtype in (

@@ -50,6 +50,7 @@ from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
+from baton.kernels.rotary_product import rotary_product, rotary_product_triton
 from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.route_experts import Routing, route_experts, route_experts_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
@@ -63,7 +64,6 @@ from baton.kernels.step_glue import (
     step_places_triton,
 )
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
-from baton.kernels.turned_product import turned_product, turned_product_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
 from baton.kernels.wgmma_attention import wgmma_attention_triton
 from baton.tests.kernels import bench_kernels
@@ -250,7 +250,7 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
         z, kv_heads = torch.zeros(4, hidden, dtype=torch.bfloat16), num_heads // 3
         wide = torch.zeros((num_heads + 2 * kv_heads) * head_dim, hidden, dtype=torch.bfloat16)
         for dtype in (torch.bfloat16, FP8):
-            turned_product_triton(
+            rotary_product_triton(
                 torch.zeros(8, 2, 2, 16, kv_heads, head_dim, dtype=dtype), 1,
                 torch.zeros(4, dtype=torch.int64), rows._replace(z=z), wide, None, *[z[:, :head_dim]] * 2,
             )  # fmt: skip
@@ -271,7 +271,7 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
     assert {name for name, _ in compiled_for_h200} == {
         "_normed_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel", "_second_kernel",
-        "_prepare_kernel", "_latent_kernel", "_values_kernel", "_turned_kernel",
+        "_prepare_kernel", "_latent_kernel", "_values_kernel", "_rotary_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
 
@@ -315,7 +315,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     store_kv_triton(pool, 1, rows, k, v)
     rotate_store_triton(pool, 1, rows, projected, *tables)
     select_last_rows_triton(x, lens[:1])
-    look_up_rows_triton(Lookup(x, rows), *[Lookup(tables[0], rows)] * 2)
+    look_up_rows_triton(Lookup(x, rows), *[Lookup(tables[0].contiguous(), rows)] * 2)
     norm_pair_triton(x, NextNorm(x[0], 1e-5), x, NextNorm(x[0], 1e-5))
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -500,17 +500,18 @@ WORDS, WORDS_DOWN = (
         ("look_up_rows", lambda: look_up_rows(Lookup(randn(2, 8), ONE), Lookup(randn(2, 8), TABLE[0]))),
         ("look_up_rows", lambda: look_up_rows(Lookup(randn(2, 8), ONE.int()))),
         ("look_up_rows", lambda: look_up_rows(Lookup(randn(8), ONE))),
+        ("not contiguous", lambda: look_up_rows(Lookup(randn(8, 2).T, ONE))),
         ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 7), PLAIN_NORM)),
         ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 8).half(), PLAIN_NORM)),
         ("norm_pair", lambda: norm_pair(*[randn(2, 7), PLAIN_NORM] * 2)),
         ("norm_pair", lambda: norm_pair(*[randn(2, 8), PLAIN_NORM._replace(offset=1.0)] * 2)),
-        ("turned_product", lambda: turned_product(POOL, 0, ONE, UNSCALED, randn(32, 8), None, *TABLES)),
-        ("turned_product", lambda: turned_product(POOL, 0, ONE, UNSCALED, randn(44, 8), None, *TABLES)),
-        ("turned_product", lambda: turned_product(
+        ("rotary_product", lambda: rotary_product(POOL, 0, ONE, UNSCALED, randn(32, 8), None, *TABLES)),
+        ("rotary_product", lambda: rotary_product(POOL, 0, ONE, UNSCALED, randn(44, 8), None, *TABLES)),
+        ("rotary_product", lambda: rotary_product(
             POOL, 0, ONE, UNSCALED, randn(48, 8), None, *[randn(1, 4)] * 2)),
-        ("normed linear", lambda: turned_product(POOL, 0, ONE, UNSCALED, randn(48, 7), None, *TABLES)),
-        ("store_kv", lambda: turned_product(POOL, 0, TABLE[0], UNSCALED, randn(48, 8), None, *TABLES)),
-        ("turned_product", lambda: turned_product_triton(
+        ("normed linear", lambda: rotary_product(POOL, 0, ONE, UNSCALED, randn(48, 7), None, *TABLES)),
+        ("store_kv", lambda: rotary_product(POOL, 0, TABLE[0], UNSCALED, randn(48, 8), None, *TABLES)),
+        ("rotary_product", lambda: rotary_product_triton(
             POOL, 0, ONE, UNSCALED, randn(48, 8), None, *TABLES)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE[:, :1], ONE)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE.int(), ONE)),

@@ -11,7 +11,6 @@ from enum import Enum
 
 import torch
 
-from ....kernels.look_up_rows import Lookup
 from ....kernels.norm_pair import norm_pair
 from ...errors import CheckpointError, LifecycleError
 from ...models.dense_layer import sized_layer
@@ -27,7 +26,7 @@ from ...models.layers import (
     added,
 )
 from ...models.rope import RotaryEmbedding
-from ...parallel.vocabulary import Table, look_up, table_logits
+from ...parallel.vocabulary import Table, look_up_beside, table_logits
 from .spec_config import Eagle3Config, HeadConfig
 
 
@@ -147,12 +146,11 @@ class FeatureHead:
             hidden = hidden.to(self.dtype)
             hidden = self.project(hidden if self.final_norm is None else self.final_norm(hidden))
         assert hidden.shape[-1] == self.dims.self_width, (hidden.shape, self.dims)
-        if embeds is None and isinstance(self.embed_tokens, torch.Tensor):
-            table = Lookup(self.embed_tokens, token_ids)
-            embeds, cos, sin = self._rotary.lookup_with(table, positions, self.dtype)
+        if embeds is None:
+            tables = self._rotary.lookups(positions, self.dtype)
+            embeds, cos, sin = look_up_beside(token_ids, self.embed_tokens, *tables)
         else:
             cos, sin = self._rotary.lookup(positions, self.dtype)
-            embeds = look_up(token_ids, self.embed_tokens) if embeds is None else embeds
         return self.layers(hidden, embeds, cos, sin, attend)
 
     def compute_logits(self, out_rows: torch.Tensor) -> torch.Tensor:
@@ -223,8 +221,9 @@ class DraftLayer:
         """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, with the residual added,
         un-normed.
         """
-        pair, normed = norm_pair(embeds, self.input_norm.next, hidden, self.hidden_norm.next)
-        residual = normed if self.norm_before_residual else hidden
+        norms, is_kept = (self.input_norm.next, self.hidden_norm.next), self.norm_before_residual
+        pair, normed = norm_pair(embeds, norms[0], hidden, norms[1], has_alone=is_kept)
+        residual = hidden if normed is None else normed
         attended = self.attention.attended(pair, cos, sin, 0, attend)
         joins, output = self.post_norm.ops.joins, self.attention.output
         if joins.takes(attended, joins.norms) and self.mlp.joins(joins, attended.shape[0]):

@@ -99,7 +99,7 @@ def first_choices(head: DraftHead, logits: torch.Tensor, view: DraftView, topk: 
     if topk == 1:  # as a chain proposes: one kernel, where a ranking scores the whole vocabulary
         return view.sampling.choose(logits, positions, head.target_ids)[:, None]
     ids, _ = view.sampling.rank(logits, positions, head.target_ids, topk)
-    return head.target_ids[ids]
+    return ids
 
 
 def accepted_features(features: torch.Tensor, accepted: AcceptResult, shape: DraftShape) -> torch.Tensor:

@@ -35,11 +35,12 @@ class DraftSampling:
     is_drawn: torch.Tensor
 
     def choose(self, logits: torch.Tensor, positions: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-        """Returns the target ids `[B]` int64 of draft tokens, chosen as the target would with these logits.
+        """Returns the target ids `[R]` int64 of draft tokens, chosen as the target would with these logits.
 
-        `logits` `[B, Vd]` float32. `positions` `[B]` are those of the proposed tokens. `target_ids` int64
-        `[Vd]` maps draft tokens to target tokens. The noise equals the target's, so an accurate draft
-        proposes the target's sample. Filters and penalties are applied by the target only.
+        `logits` `[R, Vd]` float32, R/B rows of each request. `positions` `[R]` are those of the proposed
+        tokens. `target_ids` int64 `[Vd]` maps draft tokens to target tokens. The noise equals the target's,
+        so an accurate draft proposes the target's sample. Filters and penalties are applied by the target
+        only.
         """
         chosen: torch.Tensor = torch.ops.baton.choose_drafts.default(
             logits, self.seeds, self.temperature, self.is_drawn, positions, target_ids
@@ -53,8 +54,8 @@ class DraftSampling:
         target_ids: torch.Tensor,
         count: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the `count` likeliest indices into the draft vocabulary, int64, and their log
-        probabilities, float32.
+        """Returns the target ids of the `count` likeliest draft tokens, int64, and their log probabilities,
+        float32.
 
         Both are `[R, count]`, likeliest first; log probabilities are at most 0. Each request has the same
         number of rows in `logits` `[R, Vd]`. For drawn requests the logits include the target's noise, so the
@@ -149,7 +150,7 @@ def _rank_on_cpu(
     if rows.numel():
         drawn = perturbed(logits[rows], seeds[rows], temperature[rows], positions[rows], target_ids)
         logits = logits.index_copy(0, rows, drawn.float())
-    return _likeliest(logits, count)
+    return _likeliest(logits, target_ids, count)
 
 
 def _rank_on_cuda(
@@ -162,15 +163,17 @@ def _rank_on_cuda(
     count: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = perturbed(logits, seeds, temperature, positions, target_ids).float()
-    return _likeliest(torch.where(is_drawn[:, None], drawn, logits), count)
+    return _likeliest(torch.where(is_drawn[:, None], drawn, logits), target_ids, count)
 
 
 torch.library.impl("baton::rank_drafts", "cuda", _rank_on_cuda)
 torch.library.register_fake("baton::rank_drafts", _rank_on_cuda)
 
 
-def _likeliest(logits: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Indices and log probabilities of the `count` highest logits; -inf replaces NaN, as in padding rows."""
+def _likeliest(
+    logits: torch.Tensor, target_ids: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Target ids and log probabilities of the `count` highest logits; -inf replaces the NaN of padding."""
     values, ids = logits.topk(count, dim=1)
     scores = (values - logits.logsumexp(dim=1, keepdim=True)).clamp(max=0.0)
-    return ids, scores.masked_fill(scores.isnan(), -math.inf)
+    return target_ids[ids], scores.masked_fill(scores.isnan(), -math.inf)

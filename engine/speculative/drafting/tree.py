@@ -92,7 +92,7 @@ def grow_tree(
     hidden, logits = state
     k, (count, width) = shape.topk, hidden.shape
     ids, scores = sampling.rank(logits, first_position, head.target_ids, k)
-    level_1 = _Candidates(head.target_ids[ids], scores, torch.zeros_like(ids))
+    level_1 = _Candidates(ids, scores, torch.zeros_like(ids))
     candidates = [level_1]
     own_row = torch.eye(k, dtype=torch.bool, device=hidden.device).expand(count, k, k)
     frontier = _Frontier(
@@ -105,7 +105,7 @@ def grow_tree(
         out = forward(level, frontier.hidden.reshape(-1, width), frontier.tokens.reshape(-1), frontier.mask)
         positions = (first_position + level)[:, None].expand(count, k).reshape(-1)
         ids, scores = sampling.rank(head.compute_logits(out), positions, head.target_ids, k)
-        grown = _children(frontier, head.target_ids[ids].view(count, k, k), scores.view(count, k, k))
+        grown = _children(frontier, ids.view(count, k, k), scores.view(count, k, k))
         candidates.append(grown)
         if level < shape.steps - 1:
             fed_back = head.feedback(out).view(count, k, width)

@@ -168,7 +168,7 @@ def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[s
 LIMITS = {
     ("llama", "none"): 9,
     ("llama", "norms"): 7,
-    ("llama", "norms,turns"): 6,
+    ("llama", "norms,rotary"): 6,
     ("llama", ""): 6,
     ("llama in 8 bits", "none"): 9,
     ("llama in 8 bits", ""): 7,

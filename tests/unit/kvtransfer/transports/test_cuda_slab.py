@@ -270,7 +270,7 @@ def test_a_run_behind_blocks_for_shared_memory_waits_until_it_is_split(start, mo
     monkeypatch.setattr(sender, "_fill_slots", fill_slots)
     pair.open("b" * 32)
     pair.run()
-    assert seen
+    assert len(seen) > 1, "later ones find no free slot"
     assert all([block.block for block, _ in filled] == [first] for first, filled in seen[:2])
 
 

@@ -1,8 +1,7 @@
 """The projection of a few rows to queries, keys and values, which are rotated and stored in the same launch.
 
-A program computes both halves of the pairs that turn together: outputs of one head, the second half of them
-D/2 behind the first. In 16 bits the results are those of `scaled_linear` and `rotate_store`, one after the
-other.
+Each program computes dimensions d and d + D/2 of one head, because rotation combines them. In 16 bits the
+results are those of `scaled_linear` and `rotate_store`, one after the other.
 
 Legend: T rows, H inputs, N query heads, K key/value heads, D head dimension, L layers.
 """
@@ -22,7 +21,7 @@ from .triton_jit import jit_varying, next_power_of_2, tl
 
 
 @jit_varying("num_rows", "p_places", "places_stride")
-def _turned_kernel(
+def _rotary_kernel(
     p_x: tl.tensor,
     p_squares: tl.tensor,
     p_weight: tl.tensor,
@@ -84,9 +83,9 @@ def _turned_kernel(
     b_y = b_y.to(dtype).to(tl.float32)  # rounded as a product that is stored
     b_near, b_far = tl.split(tl.permute(tl.reshape(b_y, (2, HALF, BLOCK_ROWS)), (1, 2, 0)))
     if i_head < num_heads + kv_heads:
-        b_turned = b_near * b_cos + b_far * b_sin
+        b_rotated = b_near * b_cos + b_far * b_sin
         b_far = b_far * b_far_cos + b_near * b_far_sin
-        b_near = b_turned
+        b_near = b_rotated
     b_near, b_far = b_near.to(dtype), b_far.to(dtype)
     if i_head < num_heads:
         o_q = (i_row.to(tl.int64)[None, :] * num_heads + i_head) * HEAD_DIM + i_dim[:, None]
@@ -108,7 +107,7 @@ def _turned_kernel(
         tl.store(p_mine + i_dim + HEAD_DIM // 2, b_none)
 
 
-def can_turn(num_rows: int, out_size: int, in_size: int, head_dim: int, rotary_dim: int) -> bool:
+def can_rotate(num_rows: int, out_size: int, in_size: int, head_dim: int, rotary_dim: int) -> bool:
     """Whether this kernel projects `num_rows` rows of `in_size` values to `out_size` in heads of `head_dim`,
     of which `rotary_dim` are rotated.
     """
@@ -116,7 +115,7 @@ def can_turn(num_rows: int, out_size: int, in_size: int, head_dim: int, rotary_d
     return num_rows <= MIN_ROWS_TILE and rotary_dim == head_dim and head_dim % tile.out == 0
 
 
-def turned_product_triton(
+def rotary_product_triton(
     kv: torch.Tensor,
     layer: int,
     places: torch.Tensor,
@@ -128,17 +127,17 @@ def turned_product_triton(
     *,
     shape: SkinnyShape | None = None,
 ) -> torch.Tensor:
-    """Launch; arguments as in `turned_product`. Raises ValueError as it does."""
+    """Launch; arguments as in `rotary_product`. Raises ValueError as it does."""
     num_heads = _check(kv, places, rows, weight, bias, cos, signed_sin)
     num_rows, in_size = rows.z.shape
     page_size, kv_heads, head_dim = kv.shape[3:]
     tile = shape or scaled_shape(num_rows, weight.shape[0], in_size, is_gated=False)
     if head_dim % tile.out:
-        raise ValueError(f"turned_product: heads of {head_dim} values have no tiles of {tile.out}")
+        raise ValueError(f"rotary_product: heads of {head_dim} values have no tiles of {tile.out}")
     q = torch.empty((num_rows, num_heads, head_dim), dtype=rows.z.dtype, device=rows.z.device)
     plane = page_size * kv_heads * head_dim
     x = rows.z if rows.z.stride(1) == 1 else rows.z.contiguous()
-    _turned_kernel[(weight.shape[0] // tile.out,)](
+    _rotary_kernel[(weight.shape[0] // tile.out,)](
         x,
         rows.squares,
         weight,
@@ -185,17 +184,19 @@ def _check(
     check_rows(rows.z, weight, bias)
     num_rows, kv_heads, head_dim = rows.z.shape[0], *kv.shape[4:]
     num_heads = weight.shape[0] // head_dim - 2 * kv_heads
-    is_whole = num_heads > 0 and weight.shape[0] % head_dim == 0
+    is_whole = num_heads > 0 and weight.shape[0] % head_dim == 0 and places.dtype == torch.int64
     if not is_whole or cos.shape != (num_rows, head_dim) or signed_sin.shape != cos.shape or num_rows == 0:
         raise ValueError(
-            f"turned_product: {num_rows} rows, {weight.shape[0]} outputs and tables {tuple(cos.shape)} do "
-            f"not fit a pool of {kv_heads} heads x {head_dim}; expected rows, (N + 2*K) * D and [T, D]"
+            f"rotary_product: {num_rows} rows, {weight.shape[0]} outputs, tables {tuple(cos.shape)} and "
+            f"places {places.dtype} do not fit a pool of {kv_heads} heads x {head_dim}; expected rows, "
+            "(N + 2*K) * D, [T, D] and int64"
         )
-    check_kv(kv, places, *[rows.z[:, :1, None].expand(-1, kv_heads, head_dim)] * 2)
+    keys = rows.z[:, :1, None].expand(-1, kv_heads, head_dim)  # shape and dtype of what will be stored
+    check_kv(kv, places, keys, keys)
     return num_heads
 
 
-def turned_product(
+def rotary_product(
     kv: torch.Tensor,
     layer: int,
     places: torch.Tensor,
@@ -209,10 +210,11 @@ def turned_product(
     and stores as `rotate_store` does, and returns the rotated queries `[T, N, D]`.
 
     `kv`, `places` int64 `[T]` and the tables `[T, D]` are those of `rotate_store`. There is at least one row.
-    Raises ValueError if shapes or dtypes do not fit, or if the tiles do not divide a head (see `can_turn`).
+    Raises ValueError if shapes or dtypes do not fit, and on a GPU if the tiles do not divide a head (see
+    `can_rotate`).
     """
     if rows.z.is_cuda:
-        return turned_product_triton(kv, layer, places, rows, weight, bias, cos, signed_sin)
+        return rotary_product_triton(kv, layer, places, rows, weight, bias, cos, signed_sin)
     _check(kv, places, rows, weight, bias, cos, signed_sin)
     heads = scaled_linear(rows, weight, bias).view(rows.z.shape[0], -1, kv.shape[5])
     return rotate_store(kv, layer, places, heads, cos, signed_sin)
