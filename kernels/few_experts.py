@@ -22,6 +22,7 @@ from .route_experts import (
     LARGEST,
     SMALLEST_SUM,
     Routing,
+    choices_of,
     finite_logits,
     route_experts_reference,
     scores_of,
@@ -139,12 +140,7 @@ def _ranks(
     """The rank of each expert, as `route_experts` chooses."""
     i_expert = tl.arange(0, BLOCK)
     m_expert = i_expert < NUM_EXPERTS
-    b_choice = b_logit
-    if IS_SIGMOID or HAS_BIAS:
-        b_choice = scores_of(b_logit, IS_SIGMOID)
-    if HAS_BIAS:
-        b_choice += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
-    b_choice = tl.where(m_expert, b_choice, float("-inf"))
+    b_choice = choices_of(b_logit, p_bias, i_expert, m_expert, IS_SIGMOID, HAS_BIAS, False)
     is_above = b_choice[:, None] > b_choice[None, :]
     is_before = (b_choice[:, None] == b_choice[None, :]) & (i_expert[:, None] < i_expert[None, :])
     return tl.sum((is_above | is_before).to(tl.int32), axis=0)

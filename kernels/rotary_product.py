@@ -63,7 +63,7 @@ def _rotary_kernel(
     i_dim = first_dim + tl.arange(0, HALF)
     b_squares = load_squares(p_squares, num_squares, i_row, m_row, True, BLOCK_SQUARES)
     o_table = i_row[None, :] * HEAD_DIM + i_dim[:, None]
-    m_table = (i_dim < HEAD_DIM // 2)[:, None] & m_row[None, :]
+    m_table = m_row[None, :]
     b_cos = tl.load(p_cos + o_table, mask=m_table, other=0.0).to(tl.float32)
     b_sin = tl.load(p_sin + o_table, mask=m_table, other=0.0).to(tl.float32)
     b_far_cos = tl.load(p_cos + o_table + HEAD_DIM // 2, mask=m_table, other=0.0).to(tl.float32)

@@ -98,6 +98,25 @@ def scores_of(b_logit: tl.tensor, IS_SIGMOID: tl.constexpr) -> tl.tensor:
 
 
 @jit
+def choices_of(
+    b_logit: tl.tensor,
+    p_bias: tl.tensor,
+    i_expert: tl.tensor,
+    m_expert: tl.tensor,
+    IS_SIGMOID: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_GROUPS: tl.constexpr,
+) -> tl.tensor:
+    """What the experts of finite logits are compared by; -inf behind the last one."""
+    b_choice = b_logit
+    if IS_SIGMOID or HAS_BIAS or HAS_GROUPS:
+        b_choice = scores_of(b_logit, IS_SIGMOID)
+    if HAS_BIAS:
+        b_choice += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
+    return tl.where(m_expert, b_choice, float("-inf"))
+
+
+@jit
 def _kept_experts(
     b_choice: tl.tensor,
     i_expert: tl.tensor,
@@ -156,12 +175,7 @@ def _route_kernel(
     b_logit = tl.load(p_logits + i_row * num_experts + i_expert, mask=m_expert, other=0.0).to(tl.float32)
     b_logit = finite_logits(b_logit, m_expert, LARGEST)
     b_score = scores_of(b_logit, IS_SIGMOID)
-    b_choice = b_score
-    if NUM_GROUPS == 1 and not HAS_BIAS and not IS_SIGMOID:
-        b_choice = b_logit
-    if HAS_BIAS:
-        b_choice += tl.load(p_bias + i_expert, mask=m_expert, other=0.0)
-    b_choice = tl.where(m_expert, b_choice, float("-inf"))
+    b_choice = choices_of(b_logit, p_bias, i_expert, m_expert, IS_SIGMOID, HAS_BIAS, NUM_GROUPS > 1)
     if NUM_GROUPS > 1:
         b_choice = _kept_experts(
             b_choice, i_expert, num_experts, NUM_GROUPS, KEPT_GROUPS, BEST_OF_GROUP, BLOCK_GROUPS

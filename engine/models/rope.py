@@ -290,8 +290,10 @@ class RotaryEmbedding:
         """What `lookup` looks up, to be looked up together with other rows. Another dtype than that of the
         constructor costs a copy of the tables.
         """
-        is_ready = self._ready is not None and self._ready[0] == dtype
-        _, cos, sin = self._ready if is_ready and self._ready else (dtype, *_signed(self._table, dtype))
+        ready = self._ready
+        if ready is None or ready[0] != dtype:
+            ready = dtype, *_signed(self._table, dtype)
+        _, cos, sin = ready
         return Lookup(cos, positions), Lookup(sin, positions)
 
     def apply(

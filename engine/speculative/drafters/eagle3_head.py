@@ -221,8 +221,8 @@ class DraftLayer:
         """`embeds` and `hidden` `[T, H]`, rotary tables `[T, D]` -> `[T, H]`, with the residual added,
         un-normed.
         """
-        norms, is_kept = (self.input_norm.next, self.hidden_norm.next), self.norm_before_residual
-        pair, normed = norm_pair(embeds, norms[0], hidden, norms[1], has_alone=is_kept)
+        norms = self.input_norm.next, self.hidden_norm.next
+        pair, normed = norm_pair(embeds, norms[0], hidden, norms[1], has_alone=self.norm_before_residual)
         residual = hidden if normed is None else normed
         attended = self.attention.attended(pair, cos, sin, 0, attend)
         joins, output = self.post_norm.ops.joins, self.attention.output
