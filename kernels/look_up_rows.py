@@ -15,7 +15,7 @@ from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TABLES = 3
 MAX_BLOCK = 1024
-SHARE = 8192  # columns of a program
+SHARE = 2048  # columns of a program
 
 
 class Lookup(NamedTuple):

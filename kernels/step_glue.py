@@ -23,20 +23,26 @@ NUM_COUNTS = 4  # columns of a report after the tokens
 class Places(NamedTuple):
     """The rows of a step.
 
-    `positions`, `slots`, `target_rows`, `draft_rows` (row numbers in either pool): int64 `[B, S]`. Each of
-    the following is int64 `[B]`: `lengths`, rows with KV; `limits`, rows that may be accepted; `verify_lens`
-    and `extend_lens`, context length of the verify and of the draft extend. An idle request has lengths of 0.
-    Its rows, rows past a request's capacity and all draft rows of a request without drafts lie in the sink.
+    `positions`, `proposed` (positions + 1), `slots`, `target_rows`, `draft_rows` (row numbers in either pool)
+    and `nodes` (0 to S - 1): int64 `[B, S]`. `chain_lens` int64 `[S, B]`: lengths + 0 to S - 1. Each of the
+    following is int64 `[B]`: `lengths`, rows with KV; `limits`, rows that may be accepted; `verify_lens` and
+    `extend_lens`, context length of the verify and of the draft extend; `num_drafts`, N - 1. An idle request
+    has lengths of 0, but in `chain_lens`. Its rows, rows past a request's capacity and all draft rows of a
+    request without drafts lie in the sink.
     """
 
     positions: torch.Tensor
     slots: torch.Tensor
     target_rows: torch.Tensor
     draft_rows: torch.Tensor
+    proposed: torch.Tensor
+    nodes: torch.Tensor
+    chain_lens: torch.Tensor
     lengths: torch.Tensor
     limits: torch.Tensor
     verify_lens: torch.Tensor
     extend_lens: torch.Tensor
+    num_drafts: torch.Tensor
 
 
 class PlaceSizes(NamedTuple):
@@ -59,21 +65,27 @@ def step_places_reference(state: torch.Tensor, sizes: PlaceSizes) -> Places:
     """The definition and the CPU path; arguments as in `step_places`. It never waits for the device."""
     is_active = state[:, REMAINING] > 0
     lengths = torch.where(is_active, state[:, LENGTH], 0)
-    positions = lengths[:, None] + torch.arange(sizes.num_places, device=state.device)
+    nodes = torch.arange(sizes.num_places, device=state.device)
+    positions = lengths[:, None] + nodes
     pages = state[:, PAGES:].gather(1, positions // sizes.page_size)
     is_stored = (positions < state[:, CAPACITY, None]) & is_active[:, None]
     is_drafted = is_stored & (state[:, DRAFT_ROW, None] != 0)
     offsets = positions % sizes.page_size
     room = torch.where(is_active, state[:, CAPACITY] - lengths, 0)
+    at = positions.clamp(max=sizes.max_context - 1)
     return Places(
-        positions.clamp(max=sizes.max_context - 1),
+        at,
         torch.where(is_stored, pages * sizes.page_size + offsets, 0),
         torch.where(is_stored, pages * sizes.target_page + offsets, 0),
         torch.where(is_drafted, pages * sizes.draft_page + offsets, 0),
+        at + 1,
+        nodes.expand(positions.shape),
+        positions.T.contiguous(),
         lengths,
         room.clamp(max=sizes.num_places),
         torch.where(is_active, lengths + sizes.num_nodes, 0),
         torch.where(is_active, lengths + sizes.num_path, 0),
+        torch.full_like(lengths, sizes.num_nodes - 1),
     )
 
 
@@ -115,19 +127,24 @@ def _places_kernel(
     num_cells = num_requests * NUM_PLACES
     o_cell = i_request * NUM_PLACES + i_place
     release_next(CHAINED)
-    tl.store(p_grid + o_cell, tl.minimum(b_position, MAX_CONTEXT - 1), mask=m_place)
+    b_at = tl.minimum(b_position, MAX_CONTEXT - 1)
+    tl.store(p_grid + o_cell, b_at, mask=m_place)
     tl.store(p_grid + num_cells + o_cell, tl.where(m_stored, b_page * PAGE_SIZE + b_offset, 0), mask=m_place)
     tl.store(
         p_grid + 2 * num_cells + o_cell, tl.where(m_stored, b_page * TARGET_PAGE + b_offset, 0), mask=m_place
     )
     b_draft = tl.where(m_stored & is_warm, b_page * DRAFT_PAGE + b_offset, 0)
     tl.store(p_grid + 3 * num_cells + o_cell, b_draft, mask=m_place)
+    tl.store(p_grid + 4 * num_cells + o_cell, b_at + 1, mask=m_place)
+    tl.store(p_grid + 5 * num_cells + o_cell, i_place.to(tl.int64), mask=m_place)
+    tl.store(p_grid + 6 * num_cells + i_place * num_requests + i_request, b_position, mask=m_place)
     tl.store(p_rows + i_request, length)
     tl.store(
         p_rows + num_requests + i_request, tl.where(is_active, tl.minimum(capacity - length, NUM_PLACES), 0)
     )
     tl.store(p_rows + 2 * num_requests + i_request, tl.where(is_active, length + NUM_NODES, 0))
     tl.store(p_rows + 3 * num_requests + i_request, tl.where(is_active, length + NUM_PATH, 0))
+    tl.store(p_rows + 4 * num_requests + i_request, NUM_NODES - 1)
 
 
 def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
@@ -137,8 +154,8 @@ def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
     """
     _check_state(state)
     count = state.shape[0]
-    grid = torch.empty((4, count, sizes.num_places), dtype=torch.int64, device=state.device)
-    rows = torch.empty((4, count), dtype=torch.int64, device=state.device)
+    grid = torch.empty((7, count, sizes.num_places), dtype=torch.int64, device=state.device)
+    rows = torch.empty((5, count), dtype=torch.int64, device=state.device)
     if count:
         _places_kernel[(count,)](
             state,
@@ -156,7 +173,9 @@ def step_places_triton(state: torch.Tensor, sizes: PlaceSizes) -> Places:
             **chained(state.device),
             num_warps=1,
         )
-    return Places(*grid.unbind(0), *rows.unbind(0))
+    positions, slots, target_rows, draft_rows, proposed, nodes, lens = grid.unbind(0)
+    chain_lens = lens.view(sizes.num_places, count)
+    return Places(positions, slots, target_rows, draft_rows, proposed, nodes, chain_lens, *rows.unbind(0))
 
 
 def step_places(state: torch.Tensor, sizes: PlaceSizes) -> Places:

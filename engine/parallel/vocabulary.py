@@ -60,7 +60,8 @@ def rows_of(table: Table) -> torch.Tensor:
 def look_up(ids: torch.Tensor, table: Table) -> torch.Tensor:
     """The rows of `ids` int64 `[T]`: `[T, H]`."""
     if isinstance(table, torch.Tensor):
-        return F.embedding(ids, table)
+        (found,) = look_up_rows(Lookup(table, ids))
+        return found
     count = table.rows.shape[0]
     local = ids - table.group.rank * count
     is_elsewhere = (local < 0) | (local >= count)

@@ -22,6 +22,7 @@ from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.look_up_rows import Lookup, look_up_rows
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams
 from baton.kernels.norm_pair import norm_pair
+from baton.kernels.put_rows import Put, put_rows
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
 from baton.kernels.route_experts import Routing, route_experts
@@ -78,6 +79,8 @@ def row_benches(tokens: int, device: str) -> Iterator[Bench]:
     ids = torch.arange(tokens, device=device)
     table, angles = Lookup(x, ids), (Lookup(cos, ids), Lookup(sin, ids))
     yield Bench(f"look_up_rows {tokens}", lambda: look_up_rows(table, *angles), 2 * size(x, cos, sin))
+    state = Put(torch.zeros_like(x), residual)
+    yield Bench(f"put_rows {tokens}", lambda: put_rows(ids, state), 2 * size(x))
     rows = kv_rows(ids + PAGE_SIZE, pool)
     yield Bench(f"apply_rope {tokens}", lambda: apply_rope(q, cos, sin), 2 * size(q) + size(cos, sin))
     yield Bench(f"store_kv {tokens}", lambda: store_kv(pool, 1, rows, k, v), 2 * size(k, v) + size(rows))

@@ -12,6 +12,7 @@ from baton.kernels import (
     kv_store,
     look_up_rows,
     norm_pair,
+    put_rows,
     rms_norm,
     rope,
     rotate_store,
@@ -305,6 +306,31 @@ def check_look_up_rows(
         assert all(torch.equal(rows.cpu(), wanted) for rows, wanted in zip(found, expected, strict=True))
 
 
+def check_put_rows(
+    device: str, num_rows: int, widths: tuple[int, ...], dtype: torch.dtype, has_counts: bool
+) -> None:
+    """Some requests emit nothing: their rows are NaN and must not arrive. The numbers are columns of wider
+    rows, and rows of the tables that nobody writes stay.
+    """
+    ids = torch.randperm(60, generator=torch.Generator().manual_seed(num_rows))[: 2 * num_rows].view(-1, 2)
+    counts = torch.arange(2 * num_rows).view(-1, 2) % 3 if has_counts else None
+    is_kept = torch.ones(num_rows, dtype=torch.bool) if counts is None else counts[:, 1] > 0
+    puts, expected = [], []
+    for seed, width in enumerate(widths):
+        table = randn(60, width, dtype=dtype if seed == 0 else torch.float32, seed=seed)
+        rows = randn(num_rows, width, dtype=table.dtype, seed=seed + 9)
+        wanted = table.clone()
+        wanted[ids[is_kept, 1]] = rows[is_kept]
+        puts.append(put_rows.Put(table, rows.masked_fill(~is_kept[:, None], NAN)))
+        expected.append(wanted)
+    moved = [put_rows.Put(table.to(device, copy=True), rows.to(device)) for table, rows in puts]
+    on_device = None if counts is None else counts.to(device)[:, 1]
+    put_rows.put_rows_triton(ids.to(device)[:, 1], *moved, counts=on_device)
+    put_rows.put_rows(ids[:, 1], *puts, counts=None if counts is None else counts[:, 1])
+    for found in (moved, puts):
+        assert all(torch.equal(put.table.cpu(), wanted) for put, wanted in zip(found, expected, strict=True))
+
+
 def check_norm_pair(device: str, num_rows: int, width: int, dtype: torch.dtype) -> None:
     """The right rows are part of wider ones, whose rest is NaN."""
     left, wide = randn(num_rows, width, dtype=dtype), torch.full((num_rows, width + 3), NAN, dtype=dtype)
@@ -385,6 +411,9 @@ def pool_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         for count, widths in ((0, (8,)), (1, (7,)), (3, (64, 1)), (5, (1100, 16, 3)), (2, (7, 8200))):
             yield check_look_up_rows, (count, widths, dtype)
         yield check_look_up_rows, (4, (16, 33), dtype, True)
+        for count, widths in ((0, (8,)), (1, (7,)), (5, (1100, 16)), (7, (64, 4100))):
+            for has_counts in (False, True):
+                yield check_put_rows, (count, widths, dtype, has_counts)
         for count, width in ((0, 8), (1, 1), (3, 42), (33, 123), (2, 4097)):
             yield check_norm_pair, (count, width, dtype)
     for shape, num_slots, page_size in (

@@ -47,6 +47,7 @@ from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.norm_pair import norm_pair, norm_pair_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
+from baton.kernels.put_rows import Put, put_rows, put_rows_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
 from baton.kernels.rope import apply_rope_triton
@@ -87,6 +88,7 @@ OPERATIONS = {
     "compact_kv": "compact_kv",
     "select_last_rows": "select_rows",
     "look_up_rows": "look_up_rows",
+    "put_rows": "put_rows",
     "norm_pair": "norm_pair",
     "choose_token": "choose_token",
     "step_places": "step_glue",
@@ -316,6 +318,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     rotate_store_triton(pool, 1, rows, projected, *tables)
     select_last_rows_triton(x, lens[:1])
     look_up_rows_triton(Lookup(x, rows), *[Lookup(tables[0].contiguous(), rows)] * 2)
+    put_rows_triton(rows, Put(x, x[: rows.shape[0]]), counts=rows)
     norm_pair_triton(x, NextNorm(x[0], 1e-5), x, NextNorm(x[0], 1e-5))
     tree_verify_triton(table, table, table, lens)
     compact_kv_triton(pool, table, table)
@@ -374,7 +377,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
-        "_select_last_rows_kernel", "_look_up_kernel", "_norm_pair_kernel",
+        "_select_last_rows_kernel", "_look_up_kernel", "_put_kernel", "_norm_pair_kernel",
         "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
@@ -501,6 +504,13 @@ WORDS, WORDS_DOWN = (
         ("look_up_rows", lambda: look_up_rows(Lookup(randn(2, 8), ONE.int()))),
         ("look_up_rows", lambda: look_up_rows(Lookup(randn(8), ONE))),
         ("not contiguous", lambda: look_up_rows(Lookup(randn(8, 2).T, ONE))),
+        ("put_rows", lambda: put_rows(ONE)),
+        ("put_rows", lambda: put_rows(ONE, *[Put(randn(2, 8), randn(1, 8))] * 3)),
+        ("put_rows", lambda: put_rows(ONE.int(), Put(randn(2, 8), randn(1, 8)))),
+        ("put_rows", lambda: put_rows(ONE, Put(randn(2, 8), randn(1, 8)), counts=TABLE[0])),
+        ("put_rows", lambda: put_rows(ONE, Put(randn(2, 8), randn(2, 8)))),
+        ("put_rows", lambda: put_rows(ONE, Put(randn(2, 8), randn(1, 8).half()))),
+        ("put_rows", lambda: put_rows(ONE, Put(randn(8, 2).T, randn(1, 8)))),
         ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 7), PLAIN_NORM)),
         ("norm_pair", lambda: norm_pair(randn(2, 8), PLAIN_NORM, randn(2, 8).half(), PLAIN_NORM)),
         ("norm_pair", lambda: norm_pair(*[randn(2, 7), PLAIN_NORM] * 2)),

@@ -164,25 +164,25 @@ def is_refuted(cells: torch.Tensor) -> bool:
     return statistic > limit
 
 
-def bonus_from_the_draft(shape, tokens, tree, targets, limits):
+def bonus_from_the_draft(shape, tokens, tree, targets, limits, nodes):
     """Wrong: behind the last kept draft stands the draft's next token instead of the target's."""
-    accepted = verify_drafts(shape, tokens, tree, targets, limits)
+    accepted = verify_drafts(shape, tokens, tree, targets, limits, nodes)
     last = (accepted.accept_len - 1)[:, None]
     drafts = torch.cat((tokens[:, 1:], tokens[:, -1:]), dim=1)
     return accepted._replace(tokens=accepted.tokens.scatter(1, last, drafts.gather(1, last)))
 
 
-def threshold_of_99_percent(shape, tokens, tree, targets, limits):
+def threshold_of_99_percent(shape, tokens, tree, targets, limits, nodes):
     """Wrong: a draft is kept one time in a hundred though the target chose another token."""
     is_lenient = torch.rand(targets.shape) < 0.01
     drafts = torch.cat((tokens[:, 1:], targets[:, -1:]), dim=1)
-    return verify_drafts(shape, tokens, tree, torch.where(is_lenient, drafts, targets), limits)
+    return verify_drafts(shape, tokens, tree, torch.where(is_lenient, drafts, targets), limits, nodes)
 
 
-def residual_not_normalised(shape, tokens, tree, targets, limits):
+def residual_not_normalised(shape, tokens, tree, targets, limits, nodes):
     """Wrong: where a draft was refused the target chooses anew from all its tokens, the refused one among
     them."""
-    accepted = verify_drafts(shape, tokens, tree, targets, limits)
+    accepted = verify_drafts(shape, tokens, tree, targets, limits, nodes)
     last = (accepted.accept_len - 1)[:, None]
     anew = torch.multinomial(LAW[tokens.gather(1, last)[:, 0]], 1)
     was_refused = last < tokens.shape[1] - 1
@@ -190,9 +190,9 @@ def residual_not_normalised(shape, tokens, tree, targets, limits):
     return accepted._replace(tokens=accepted.tokens.scatter(1, last, chosen))
 
 
-def noise_of_the_first_row(shape, tokens, tree, targets, limits):
+def noise_of_the_first_row(shape, tokens, tree, targets, limits, nodes):
     """Wrong: all rows of a step choose with one coin."""
-    return verify_drafts(shape, tokens, tree, targets[:, :1].expand(targets.shape), limits)
+    return verify_drafts(shape, tokens, tree, targets[:, :1].expand(targets.shape), limits, nodes)
 
 
 GROSS = [bonus_from_the_draft, residual_not_normalised, noise_of_the_first_row]

@@ -32,7 +32,7 @@ def noise_of_another_position(planting: pytest.MonkeyPatch) -> None:
     planting.setattr(
         Eagle3Drafter,
         "first_proposals",
-        lambda self, view, topk: first(self, replace(view, positions=view.positions + 1), topk),
+        lambda self, view, topk: first(self, replace(view, proposed=view.proposed + 1), topk),
     )
 
 

@@ -18,7 +18,7 @@ from ..drafting.tree import DraftHead, DraftTree, grow_tree
 from ..drafting.verify import AcceptResult
 from .eagle3_head import DraftPhase
 from .protocol import DraftView
-from .states import PAD_ROW, DraftStates
+from .states import DraftStates
 
 
 class ChainHead(DraftHead, Protocol):
@@ -41,9 +41,18 @@ def recycled(states: DraftStates, view: DraftView) -> tuple[torch.Tensor, torch.
     return hidden, logits
 
 
-def remember(head: ChainHead, states: DraftStates, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Writes the outputs `[R, H]` of the newest rows of R requests into their states `rows` int64 `[R]`."""
-    states.write(rows, head.feedback(out), head.compute_logits(out))
+def remember(
+    head: ChainHead,
+    states: DraftStates,
+    rows: torch.Tensor,
+    out: torch.Tensor,
+    emitted: torch.Tensor | None = None,
+) -> None:
+    """Writes the outputs `[R, H]` of the newest rows of R requests into their states `rows` int64 `[R]`.
+
+    A request whose `emitted` int64 `[R]` is 0 keeps its state, because its output row is undefined.
+    """
+    states.write(rows, head.feedback(out), head.compute_logits(out), emitted)
 
 
 def observe_branch(
@@ -64,9 +73,7 @@ def observe_branch(
     positions = view.positions[:, :count].reshape(-1)
     phase = DraftPhase.FROM_TARGET_FEATURES
     out = head.forward(features, accepted.tokens.reshape(-1), positions, plan, phase)
-    # A request without a new token keeps its state, because its output rows are undefined.
-    kept = torch.where(emitted > 0, view.states, PAD_ROW)
-    remember(head, states, kept, select_last_rows(out, emitted))
+    remember(head, states, view.states, select_last_rows(out, emitted), emitted)
 
 
 def draft_chain(
@@ -81,12 +88,11 @@ def draft_chain(
     `state` is the hidden `[B, H]` and the logits `[B, Vd]` of the first proposal. Step j feeds row j-1 back.
     That row has position lens + j - 1 and attends to lens + j rows.
     """
-    positions, sampling, (hidden, logits) = view.positions, view.sampling, state
-    proposed = positions + 1
+    positions, proposed, sampling, (hidden, logits) = view.positions, view.proposed, view.sampling, state
     drafts = [sampling.choose(logits, proposed[:, 0], head.target_ids)]
     for step in range(1, num_drafts):
         rows = view.kv_rows[:, step - 1]
-        plan = plan_rows(pool, rows, view.page_table, view.lens + step, is_recorded=view.is_recorded)
+        plan = plan_rows(pool, rows, view.page_table, view.chain_lens[step], is_recorded=view.is_recorded)
         out = head.forward(hidden, drafts[-1], positions[:, step - 1], plan, DraftPhase.SELF_CHAIN)
         hidden = head.feedback(out)
         drafts.append(sampling.choose(head.compute_logits(out), proposed[:, step], head.target_ids))
@@ -95,7 +101,7 @@ def draft_chain(
 
 def first_choices(head: DraftHead, logits: torch.Tensor, view: DraftView, topk: int) -> torch.Tensor:
     """The target ids of the `topk` first drafts, int64 `[B, topk]`, from remembered logits `[B, Vd]`."""
-    positions = view.positions[:, 0] + 1
+    positions = view.proposed[:, 0]
     if topk == 1:  # as a chain proposes: one kernel, where a ranking scores the whole vocabulary
         return view.sampling.choose(logits, positions, head.target_ids)[:, None]
     ids, _ = view.sampling.rank(logits, positions, head.target_ids, topk)
@@ -132,4 +138,4 @@ def draft_tree(
         at = view.positions[:, level - 1 : level].expand(count, k).reshape(-1)
         return head.forward(hidden, tokens, at, plan, DraftPhase.SELF_CHAIN)
 
-    return grow_tree(shape, head, view.sampling, state, view.positions[:, 0] + 1, forward)
+    return grow_tree(shape, head, view.sampling, state, view.proposed[:, 0], forward)

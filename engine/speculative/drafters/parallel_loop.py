@@ -19,7 +19,7 @@ def draft_parallel(
     head: FeatureHead, pool: KVPool, view: DraftView, logits: torch.Tensor, num_drafts: int
 ) -> torch.Tensor:
     """Returns chains `[B, num_drafts]` of target ids. `logits` `[B, Vd]` are those of the first proposal."""
-    sampling, first = view.sampling, view.positions[:, 0] + 1
+    sampling, first = view.sampling, view.proposed[:, 0]
     drafts = sampling.choose(logits, first, head.target_ids)[:, None]
     count, num_masks = view.lens.shape[0], num_drafts - 1
     if not num_masks:

@@ -62,14 +62,17 @@ class DraftView:
     """The requests of one step as a drafter sees them. All tensors are int64 on the device.
 
     `newest` `[B]` are the newest tokens, which have no KV yet; their positions are the first of `positions`.
-    `positions` `[B, S]` are those behind the committed rows. `kv_rows` `[B, S]` are row numbers in the
-    draft's pool; 0 is the sink. `page_table` is `[B, P]`. `lens` `[B]` counts committed rows, and
-    `extend_lens` `[B]` is lens + R. `states` `[B]` are the rows from `open`, 0 for requests without drafts.
-    `is_recorded`: a graph records the step.
+    `positions` `[B, S]` are those behind the committed rows, and `proposed` `[B, S]` those of the tokens that
+    these rows propose. `chain_lens` `[S, B]`: row j is lens + j, what row j of a chain attends to. `kv_rows`
+    `[B, S]` are row numbers in the draft's pool; 0 is the sink. `page_table` is `[B, P]`. `lens` `[B]` counts
+    committed rows, and `extend_lens` `[B]` is lens + R. `states` `[B]` are the rows from `open`, 0 for
+    requests without drafts. `is_recorded`: a graph records the step.
     """
 
     newest: torch.Tensor
     positions: torch.Tensor
+    proposed: torch.Tensor
+    chain_lens: torch.Tensor
     kv_rows: torch.Tensor
     page_table: torch.Tensor
     lens: torch.Tensor

@@ -2,6 +2,8 @@
 
 import torch
 
+from ....kernels.put_rows import Put, put_rows
+
 PAD_ROW = 0
 
 
@@ -59,10 +61,18 @@ class DraftStates(StateRows):
         self.hidden = torch.zeros((capacity, width), dtype=dtype, device=device)
         self.logits = torch.zeros((capacity, draft_vocab_size), dtype=torch.float32, device=device)
 
-    def write(self, rows: torch.Tensor, hidden: torch.Tensor, logits: torch.Tensor) -> None:
-        """Copies `hidden` `[R, H]` and `logits` `[R, Vd]` to the states `rows` `[R]` int64."""
-        self.hidden.index_copy_(0, rows, hidden.to(self.hidden.dtype))
-        self.logits.index_copy_(0, rows, logits)
+    def write(
+        self,
+        rows: torch.Tensor,
+        hidden: torch.Tensor,
+        logits: torch.Tensor,
+        emitted: torch.Tensor | None = None,
+    ) -> None:
+        """Copies `hidden` `[R, H]` and `logits` `[R, Vd]` to the states `rows` `[R]` int64, but none for
+        requests whose `emitted` `[R]` int64 is 0.
+        """
+        hidden = hidden.to(self.hidden.dtype).contiguous()
+        put_rows(rows, Put(self.hidden, hidden), Put(self.logits, logits.contiguous()), counts=emitted)
 
     def _double(self) -> None:
         self.hidden = torch.cat((self.hidden, torch.zeros_like(self.hidden)))

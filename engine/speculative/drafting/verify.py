@@ -39,17 +39,19 @@ def verify_drafts(
     tree: DraftTree | None,
     targets: torch.Tensor,
     limits: torch.Tensor,
+    nodes: torch.Tensor | None = None,
 ) -> AcceptResult:
     """Accepts a prefix or branch of `tokens` int64 `[B, N]` (root first), given the target's samples
     `targets` `[B, N]`.
 
     `tree` None: the tokens are a chain. `limits` int64 `[B]`: the first row without a KV slot; rows from it
-    on are never accepted.
+    on are never accepted. `nodes` int64 `[B, N]`: the rows of a chain, 0 to N - 1, if they are there already.
     """
     if tree is None:
         accept_len = chain_verify(tokens, targets, limits)
-        rows = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
-        return AcceptResult(accept_len, targets, rows)
+        if nodes is None:
+            nodes = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        return AcceptResult(accept_len, targets, nodes)
     walked = tree_verify(tokens, tree.parents, targets, limits)
     count = shape.num_path
     return AcceptResult(walked.accept_len, walked.tokens[:, :count], walked.path[:, :count])

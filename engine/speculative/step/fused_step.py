@@ -137,10 +137,11 @@ class FusedStep:
         if not breaks.is_recorded:
             self._note_pages(rows, places)
         view = self._view(rows, places, breaks)
-        tokens, tree, found = self._draft(rows, view, kind.shape)
+        tokens, tree, found = self._draft(rows, view, places, kind.shape)
         logits, features = self._verify(rows, places, tokens, tree, breaks)
         choice = self._choose(slots, rows, places, logits, tokens, tree, kind, breaks)
-        accepted = verify_drafts(kind.shape, tokens, tree, choice.tokens, places.limits)
+        nodes = places.nodes[:, : kind.shape.num_nodes]
+        accepted = verify_drafts(kind.shape, tokens, tree, choice.tokens, places.limits, nodes)
         proposed = self._would_match(rows, view, accepted, kind) if found is None else found
         outcome = step_outcome(
             self.state.integers,
@@ -214,6 +215,8 @@ class FusedStep:
         return DraftView(
             newest=rows.newest,
             positions=places.positions,
+            proposed=places.proposed,
+            chain_lens=places.chain_lens,
             kv_rows=places.draft_rows,
             page_table=rows.pages,
             lens=places.lengths,
@@ -226,7 +229,7 @@ class FusedStep:
         )
 
     def _draft(
-        self, rows: StepRows, view: DraftView, shape: DraftShape
+        self, rows: StepRows, view: DraftView, places: Places, shape: DraftShape
     ) -> tuple[torch.Tensor, DraftTree | None, torch.Tensor | None]:
         """Tokens `[B, N]`, the newest one first, the tree, if the shape is one, and the number of drafts
         found, `[B]` (None in a step without drafts).
@@ -236,7 +239,7 @@ class FusedStep:
             return newest, None, None
         drafts, tree, found = self.drafter.propose(view, shape)
         if found is None:
-            found = torch.full_like(view.lens, shape.num_nodes - 1)
+            found = places.num_drafts
         drafts, tree, found = self._rank_0_drafts(drafts, tree, found)
         return torch.cat((newest, drafts), dim=1), tree, found
 
@@ -305,8 +308,8 @@ class FusedStep:
             if kind.is_edited and breaks.is_recorded:
                 breaks.graph_break(leave_masks)()  # all ranks run a new graph segment by segment
             return self._rank_0_choice(TargetChoice(*torch.zeros_like(tokens).expand(3, -1, -1)))
-        positions = places.positions[:, :count] if tree is None else places.positions[:, :1] + tree.depths
-        positions = positions.reshape(-1) + 1
+        positions = places.proposed[:, :count] if tree is None else places.proposed[:, :1] + tree.depths
+        positions = positions.reshape(-1)
         if kind.is_edited:
             logits = edit_logits(
                 logits,
