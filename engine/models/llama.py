@@ -108,7 +108,7 @@ class LlamaForCausalLM:
         width, last = self.config.hidden_size, len(self.layers) - 1
         columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
         # few rows are kept, and copied in one launch behind the layers
-        is_kept = hidden.shape[0] <= FEW_ROWS and last not in columns
+        is_kept = hidden.shape[0] <= FEW_ROWS and max(aux_ids, default=last) < last
         kept: dict[int, torch.Tensor] = {}
         aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
         delta: Left = None

@@ -54,10 +54,11 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 def loaded(
     request: pytest.FixtureRequest, toy_checkpoint: Callable[..., Path], tmp_path: Path
 ) -> tuple[Engine, Reach]:
-    """An engine with the attention of GPUs, and what it can reach."""
-    head = write_head(tmp_path / "head", head_config(2, (0, 1, 2)), head_tensors())
+    """An engine with the attention of GPUs, and what it can reach. The head reads layers, too, that a dry run
+    leaves out."""
+    head = write_head(tmp_path / "head", head_config(2, (0, 3, 4)), head_tensors())
     config = EngineConfig(
-        model=str(toy_checkpoint("llama", num_hidden_layers=4)), device="cpu",
+        model=str(toy_checkpoint("llama", num_hidden_layers=6)), device="cpu",
         dtype="bfloat16", pages=64, max_context=200, chunk_size=CHUNK, max_batch=MAX_BATCH,
         max_running=MAX_RUNNING, **({"draft": str(head), "spec_adaptive": "off"} | DRAFTS[request.param]),
     )  # fmt: skip
@@ -141,7 +142,7 @@ def test_the_dry_run_finds_every_variant_of_a_random_workload(
     before = dict(engine.runner.counters.forwards)
     known = planned(engine, reach)
     assert not engine.pool.kv.any(), "a dry run computes nothing"
-    assert (engine.runner.counters.forwards, len(engine.model.layers)) == (before, 4)
+    assert (engine.runner.counters.forwards, len(engine.model.layers)) == (before, 6)
     asked = {launch.variant for launch in workload(engine, reach, seed=1, num_forwards=num_forwards)}
     assert asked <= known, sorted(asked - known)
     assert len(known) < 64, "a variant per batch size would be many more"
