@@ -10,11 +10,11 @@ from collections.abc import Collection
 import torch
 
 from ..cluster.protocol.messages import Reserve
+from ..engine.engine import Engine
 from ..engine.kv.budget import STAGING_SHARE
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
 from ..engine.kv.window_pool import WindowedPool
-from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.speculative.drafters.protocol import reads_features
 from ..kvtransfer.transport import PullRequest

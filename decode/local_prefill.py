@@ -21,7 +21,7 @@ import torch
 
 from ..cluster.protocol.messages import PromptLogprobs, RoutedExperts
 from ..engine.batch.forward_batch import ForwardOutput
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..engine.prompt_budget import alone_tokens
 from ..engine.request import Request
 from ..engine.runner.routed_experts import ExpertRows

@@ -20,9 +20,9 @@ import math
 from collections.abc import Callable, Collection, Sequence
 
 from ..cluster.protocol.expected_output import expected_left
+from ..engine.engine import Engine
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.pool import PoolExhausted
-from ..engine.loader import Engine
 from ..engine.request import Request
 from .queues import DecodeQueues, DecodeRoom, DecodeState, OutputClaim
 from .step_decoder import StepDecoder

@@ -12,8 +12,8 @@ the sharer fails as UNSHARED, and the router places it like any other room.
 
 from collections.abc import Sequence
 
+from ..engine.engine import Engine
 from ..engine.kv.page_table import pages_for
-from ..engine.loader import Engine
 from ..engine.request import Request
 from .queues import DecodeQueues, DecodeRoom, DecodeState
 from .step_decoder import StepDecoder

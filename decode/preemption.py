@@ -10,8 +10,8 @@ doubles. Only rooms of a less urgent class make way, and only if enough of them 
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from ..engine.engine import Engine
 from ..engine.kv.leaving_owners import LeavingOwners
-from ..engine.loader import Engine
 from ..worker.prompt_pages import hold_prefix
 from ..worker.refusal import Refusal
 from ..worker.retractions import Reason

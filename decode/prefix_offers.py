@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 
 from ..cluster.protocol.messages import OfferPrefix
 from ..cluster.protocol.prompt_embeds import cache_salt
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..kvtransfer.transport import Offer
 from ..worker.commands import Advance, Command, Drop
 from .queues import DecodeQueues, DecodeRoom, DecodeState

@@ -7,7 +7,7 @@ from ..cluster.config.roles import DecodeConfig, offers_prefixes
 from ..cluster.net.sockets import Socket
 from ..cluster.process.process import EXIT_AGAIN, EXIT_OK, Serve
 from ..cluster.protocol.messages import DraftWidths, Hello
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..kvtransfer.transport import PollableTransport
 from ..kvtransfer.transports.two_way import TwoWayTransport
 from ..worker.hand_off import advertised_endpoint, prefix_end, receiver_end

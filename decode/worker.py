@@ -38,9 +38,9 @@ from ..cluster.protocol.messages import (
     WorkerStats,
 )
 from ..cluster.telemetry.trace_context import carried_by
+from ..engine.engine import Engine
 from ..engine.kv.tiers.restore_costs import ComputeTime
 from ..engine.kv.tiers.running_tiers import RunningTiers
-from ..engine.loader import Engine
 from ..engine.parallel.lockstep import RanksLeft
 from ..engine.speculative.drafters.protocol import reads_features
 from ..engine.speculative.step.result import StepResult

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 
 from .batch.extend_batch import planned_batch, written_pages
+from .engine import Engine
 from .kv.window_pool import WindowedPool
-from .loader import Engine
 from .parallel.plan_messages import (
     BeginDraftsPlan,
     CatchUpPlan,

@@ -19,7 +19,7 @@ from collections.abc import Callable
 
 from ..cluster.process.log import fields
 from ..cluster.protocol.messages import PULL_DECLINED, PULL_LATE, PULL_LOST, PULL_OK, Prefill, PrefixPull
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..kvtransfer.transport import Complete, Landed, Lost, PullRequest
 from ..worker.commands import Command, Drop
 from .queues import PrefillRoom, RunningPull

@@ -34,9 +34,9 @@ from ..cluster.protocol.messages import (
 )
 from ..cluster.telemetry.trace_context import carried_by
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
+from ..engine.engine import Engine
 from ..engine.kv.page_table import pages_for
 from ..engine.kv.window_pool import WindowedPool
-from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.runner.routed_experts import ExpertRows
 from ..engine.sampling.params import SamplingParams

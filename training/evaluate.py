@@ -9,8 +9,9 @@ import torch
 from ..engine.batch.extend_batch import extend_batch
 from ..engine.batch.forward_batch import CaptureHidden
 from ..engine.config import EngineConfig
+from ..engine.engine import Engine
 from ..engine.kv.page_table import pages_for
-from ..engine.loader import Engine, EngineLoader
+from ..engine.loader import EngineLoader
 from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
 from ..engine.speculative.step.async_decoder import AsyncDecoder

@@ -28,7 +28,7 @@ from ..cluster.protocol.kv_messages import block_bytes_of
 from ..cluster.protocol.messages import Layout
 from ..cluster.security.ciphers import ciphers_of
 from ..cluster.security.keyring import Keyring, load_keyring, split_key, with_key
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..kvtransfer.protocol.layout import KVLayout
 from ..kvtransfer.protocol.rank_pairs import Shard
 from ..kvtransfer.ranks.agent import RankAgent

@@ -11,7 +11,7 @@ from ..cluster.protocol.prompt_scores import prompt_logprobs, routed_experts
 from ..engine.batch.extend_batch import extend_plan, planned_batch
 from ..engine.batch.forward_batch import ForwardBatch, ForwardOutput
 from ..engine.batch.input_embeds import set_input_embeds
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..engine.prompt_logprobs import most_scored, scores_of
 from ..engine.request import Request
 from ..engine.runner.routed_experts import ExpertRows

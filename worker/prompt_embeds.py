@@ -11,7 +11,7 @@ import torch
 
 from ..cluster.protocol.messages import Prefill, PromptEmbeds, Reserve
 from ..cluster.protocol.prompt_embeds import ELEMENT_BYTES
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..engine.models.interface import InputEmbeds
 from .refusal import Refusal
 

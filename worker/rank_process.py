@@ -22,7 +22,8 @@ from ..cluster.config.roles import DecodeConfig, PrefillConfig, WorkerConfig
 from ..cluster.process.log import configure
 from ..cluster.process.process import EXIT_CANNOT_START, EXIT_CRASHED, EXIT_OK, end_with_parent, run_phases
 from ..engine.config import EngineConfig
-from ..engine.loader import Engine, EngineLoader, join_ranks
+from ..engine.engine import Engine
+from ..engine.loader import EngineLoader, join_ranks
 from ..engine.parallel.plan_messages import LeavePlan, decode_plan
 from ..engine.plan_follower import Follower
 from .hand_off import RankLink

@@ -19,7 +19,7 @@ import msgspec
 from ..cluster.config.load import to_argv
 from ..cluster.config.roles import WorkerConfig
 from ..cluster.errors import StartupError
-from ..engine.loader import Engine
+from ..engine.engine import Engine
 from ..engine.parallel.plan_messages import LeavePlan, Plan, encode_plan
 from .plan_ring import PlanRing, PlanWriter, RingFull
 from .rank_processes import RankProcesses, silence_limit, spawn_rank

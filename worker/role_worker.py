@@ -35,8 +35,8 @@ from ..cluster.protocol.messages import (
     is_canary,
 )
 from ..cluster.protocol.prompt_embeds import cache_salt
+from ..engine.engine import Engine
 from ..engine.kv.tiers.running_tiers import RunningTiers
-from ..engine.loader import Engine
 from ..engine.request import Request
 from ..engine.sampling.params import SamplingParams
 from .commands import Command, Drop, LinkEvent

@@ -27,9 +27,10 @@ from ..cluster.security.keyring import load_keyring
 from ..cluster.telemetry.metrics_server import serve_metrics
 from ..cluster.telemetry.tracing import closing, open_tracing
 from ..engine.config import EngineConfig
+from ..engine.engine import Engine
 from ..engine.errors import RanksApart
 from ..engine.kv.prefix_journal import PrefixJournal
-from ..engine.loader import Engine, EngineLoader, check_ranks, join_ranks
+from ..engine.loader import EngineLoader, check_ranks, join_ranks
 from ..engine.parallel.group import SOLO, TensorGroup
 from ..kvtransfer.memory.malloc_tuning import keep_blocks
 from ..kvtransfer.transport import PollableTransport

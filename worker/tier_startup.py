@@ -11,6 +11,7 @@ from ..cluster.config.groups import EngineSettings
 from ..cluster.config.tier_checks import GIB
 from ..cluster.errors import StartupError
 from ..cluster.process.failpoints import Reach, unarmed
+from ..engine.engine import Engine
 from ..engine.kv.page_order import PageOrder
 from ..engine.kv.tiers.cache_tiers import CacheTiers
 from ..engine.kv.tiers.cuda_page_copies import CudaPageCopies
@@ -21,7 +22,6 @@ from ..engine.kv.tiers.page_keys import PageKeys
 from ..engine.kv.tiers.running_tiers import RunningTiers
 from ..engine.kv.tiers.slot_table import SlotTable
 from ..engine.kv.tiers.tier_threads import TierThreads
-from ..engine.loader import Engine
 from ..engine.speculative.drafters.protocol import draft_pools
 
 logger = logging.getLogger(__name__)

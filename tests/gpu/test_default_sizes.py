@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.errors import CheckpointError
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.models import weight_reader
 from baton.engine.models.weights import load_model
 

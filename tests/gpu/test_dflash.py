@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from baton.engine.engine import Engine
 from baton.engine.graphs.cuda import CudaBackend
-from baton.engine.loader import Engine
 from baton.engine.sampling.params import SamplingParams
 from baton.tests.gpu.test_steps import EDITED, RANKED, begun
 from baton.tests.parity.dflash_engine import DflashEngine

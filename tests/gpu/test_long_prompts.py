@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.config import EngineConfig
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.engine import Engine
+from baton.engine.loader import EngineLoader
 from baton.kernels import context_attention, wgmma_attention
 from baton.tests.gpu.test_warmup import Workload, nothing_late
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from baton.engine.batch.extend_batch import extend_batch
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.hub import NGRAM
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafters.ngram import NgramDrafter

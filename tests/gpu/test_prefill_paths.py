@@ -9,8 +9,9 @@ from baton.engine.batch.extend_batch import extend_batch
 from baton.engine.batch.forward_batch import CaptureHidden
 from baton.engine.capture.graph_self_test import relative_error
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.kv.page_table import pages_for
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head

@@ -10,8 +10,9 @@ import torch
 from baton.engine.batch.extend_batch import extend_batch
 from baton.engine.batch.forward_batch import CaptureHidden, ForwardOutput
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.graphs.buckets import token_buckets
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.prompt_logprobs import most_scored, scores_of
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams

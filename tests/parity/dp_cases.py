@@ -20,7 +20,7 @@ from baton.cluster.config.load import load_config, to_argv
 from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.protocol.messages import Finished, Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
-from baton.engine.loader import Engine
+from baton.engine.engine import Engine
 from baton.engine.parallel.group import leave_group
 from baton.engine.parallel.lockstep import Exchange
 from baton.tests.parity.rank_cases import joined, loaded

@@ -19,7 +19,8 @@ from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.process.process import EXIT_OK
 from baton.decode.worker import DecodeWorker
 from baton.engine.config import EngineConfig
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.engine import Engine
+from baton.engine.loader import EngineLoader
 from baton.engine.parallel.group import TensorGroup, join_group, leave_group
 from baton.engine.parallel.plan_messages import LeavePlan, encode_plan
 from baton.tests.parity.rank_plants import PLANTS

@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 from baton.engine.config import EngineConfig
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.engine import Engine
+from baton.engine.loader import EngineLoader
 from baton.tests.gpu.test_steps import EDITED, RANKED, begun, run_ahead, run_waiting
 from baton.tests.parity.dflash_toys import BLOCK, dflash_config, dflash_tensors, write_dflash
 from baton.tests.parity.test_dflash import LAYOUTS

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 from baton.cluster.config.roles import DecodeConfig
+from baton.engine.engine import Engine
 from baton.engine.errors import LifecycleError
-from baton.engine.loader import Engine
 from baton.engine.parallel import expert_rows
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.lockstep import Turn

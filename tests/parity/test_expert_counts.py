@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.errors import CheckpointError, LifecycleError
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.runner.expert_counts import NAME, ExpertCounts, count_experts
 from baton.engine.runner.lifecycle import Phase
 from baton.engine.sampling.params import SamplingParams

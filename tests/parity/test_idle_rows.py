@@ -7,9 +7,9 @@ import pytest
 import torch
 from baton.engine.attention.triton_attention import TritonAttention
 from baton.engine.batch.padding import idle_batch, pad_to
+from baton.engine.engine import Engine
 from baton.engine.graphs.breakable import Breaks
 from baton.engine.kv.layouts import MLALayout
-from baton.engine.loader import Engine
 from baton.engine.runner.target_graphs import captured_mode
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
 from baton.engine.speculative.step.fused_step import StepContext, StepKind

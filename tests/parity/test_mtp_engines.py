@@ -9,8 +9,9 @@ import pytest
 import torch
 from baton.engine.attention.registry import attention_for
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.errors import CheckpointError
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.warmup.rehearsal import Rehearsal, RehearsalSizes
 from baton.kernels import skinny_linear
 from baton.tests.parity.mtp_laws import DEEP, KINDS, write_kinds

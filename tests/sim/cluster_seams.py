@@ -16,7 +16,7 @@ from baton.decode.page_growth import PageGrowth
 from baton.decode.page_sharing import PageSharing
 from baton.decode.queues import DecodeState
 from baton.decode.worker import DecodeWorker
-from baton.engine.loader import Engine
+from baton.engine.engine import Engine
 from baton.kvtransfer.protocol import peer_link, sender
 from baton.kvtransfer.protocol.receiver import ReceiverSession
 from baton.kvtransfer.protocol.session import Lease, SendBlock

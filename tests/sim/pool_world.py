@@ -17,11 +17,11 @@ from baton.cluster.protocol.messages import Cancel, Heartbeat, Hello, Reserve, S
 from baton.decode.page_growth import AHEAD_TOKENS
 from baton.decode.worker import DecodeWorker
 from baton.engine.batch.forward_batch import ForwardOutput
+from baton.engine.engine import Engine
 from baton.engine.grammar.guided import GrammarCompiler
 from baton.engine.kv.layouts import MHALayout
 from baton.engine.kv.pool import KVPool, PageAllocator
 from baton.engine.kv.prefix_cache import PrefixCache
-from baton.engine.loader import Engine
 from baton.engine.request_windows import RequestWindows
 from baton.engine.runner.lifecycle import Lifecycle
 from baton.engine.sampling.sampler import SampleOutput

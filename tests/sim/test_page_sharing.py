@@ -10,7 +10,7 @@ import pytest
 from baton.cluster.protocol.messages import Cancel, Failed, Finished
 from baton.decode.page_sharing import UNSHARED, PageSharing
 from baton.decode.queues import DecodeState
-from baton.engine.loader import Engine
+from baton.engine.engine import Engine
 from baton.tests.sim.worker_pair import D, P, Pair, name
 
 pytestmark = pytest.mark.usefixtures("one_thread")

@@ -9,11 +9,11 @@ from functools import cache, partial
 
 import pytest
 from baton.cluster.protocol.messages import Failed
+from baton.engine.engine import Engine
 from baton.engine.kv import prefix_cache, window_pages
 from baton.engine.kv.window_pages import WindowPages
 from baton.engine.kv.window_pool import WindowedPool
 from baton.engine.kv.window_sizes import first_read_page
-from baton.engine.loader import Engine
 from baton.engine.request_windows import RequestWindows
 from baton.engine.speculative.step.step_graphs import step_graphs
 from baton.kvtransfer.protocol.layout import KVLayout

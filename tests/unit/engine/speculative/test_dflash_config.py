@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.errors import CheckpointError
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.speculative.drafters.dflash import DflashDrafter
 from baton.engine.speculative.drafters.dflash_config import load_dflash_config
 from baton.engine.speculative.drafters.dflash_weights import load_dflash

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.hub import NGRAM
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.speculative.drafters.protocol import draft_pools
 from baton.engine.warmup.rehearsal import Rehearsal, RehearsalSizes
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head

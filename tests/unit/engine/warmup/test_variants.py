@@ -10,10 +10,11 @@ import torch
 from baton.engine.attention.registry import attention_for
 from baton.engine.batch.extend_batch import extend_batch
 from baton.engine.config import EngineConfig
+from baton.engine.engine import Engine
 from baton.engine.graphs.breakable import Breaks
 from baton.engine.hub import NGRAM
 from baton.engine.kv.page_table import pages_for
-from baton.engine.loader import Engine, EngineLoader
+from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafters.protocol import (
