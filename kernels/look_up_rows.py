@@ -31,7 +31,28 @@ def look_up_rows_reference(lookups: tuple[Lookup, ...]) -> tuple[torch.Tensor, .
 
 
 @jit
-def _copy_row(
+def copy_row(
+    p_from: tl.tensor,
+    p_to: tl.tensor,
+    is_copied: tl.tensor,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SHARE: tl.constexpr,
+    CHAINED: tl.constexpr,
+) -> None:
+    """Copies this program's share of a row of WIDTH columns, the last work of a kernel."""
+    i_offset = tl.arange(0, BLOCK)
+    start = tl.program_id(2) * SHARE
+    for first in range(start, tl.minimum(start + SHARE, WIDTH), BLOCK):
+        i_column = first + i_offset
+        m_column = (i_column < WIDTH) & is_copied
+        b_row = tl.load(p_from + i_column, mask=m_column, other=0.0)
+        tl.store(p_to + i_column, b_row, mask=m_column)
+    release_next(CHAINED)
+
+
+@jit
+def _look_up_row(
     p_table: tl.tensor,
     p_ids: tl.tensor,
     p_out: tl.tensor,
@@ -43,16 +64,9 @@ def _copy_row(
     CHAINED: tl.constexpr,
 ) -> None:
     i_row = tl.program_id(0).to(tl.int64)
-    i_offset = tl.arange(0, BLOCK)
     row = tl.load(p_ids + i_row * ids_stride).to(tl.int64)
     row = tl.minimum(tl.maximum(row, 0), num_rows - 1)
-    start = tl.program_id(2) * SHARE
-    for first in range(start, tl.minimum(start + SHARE, WIDTH), BLOCK):
-        i_column = first + i_offset
-        m_column = i_column < WIDTH
-        b_row = tl.load(p_table + row * WIDTH + i_column, mask=m_column, other=0.0)
-        tl.store(p_out + i_row * WIDTH + i_column, b_row, mask=m_column)
-    release_next(CHAINED)
+    copy_row(p_table + row * WIDTH, p_out + i_row * WIDTH, True, WIDTH, BLOCK, SHARE, CHAINED)
 
 
 @jit_varying("p_ids_0", "p_ids_1", "p_ids_2", "stride_0", "stride_1", "stride_2",
@@ -85,11 +99,11 @@ def _look_up_kernel(
     # program (row, table, share of the columns)
     wait_for_previous(CHAINED)
     if tl.program_id(1) == 0:
-        _copy_row(p_table_0, p_ids_0, p_out_0, stride_0, rows_0, WIDTH_0, BLOCK_0, SHARE, CHAINED)
+        _look_up_row(p_table_0, p_ids_0, p_out_0, stride_0, rows_0, WIDTH_0, BLOCK_0, SHARE, CHAINED)
     elif tl.program_id(1) == 1:
-        _copy_row(p_table_1, p_ids_1, p_out_1, stride_1, rows_1, WIDTH_1, BLOCK_1, SHARE, CHAINED)
+        _look_up_row(p_table_1, p_ids_1, p_out_1, stride_1, rows_1, WIDTH_1, BLOCK_1, SHARE, CHAINED)
     else:
-        _copy_row(p_table_2, p_ids_2, p_out_2, stride_2, rows_2, WIDTH_2, BLOCK_2, SHARE, CHAINED)
+        _look_up_row(p_table_2, p_ids_2, p_out_2, stride_2, rows_2, WIDTH_2, BLOCK_2, SHARE, CHAINED)
 
 
 def look_up_rows_triton(*lookups: Lookup) -> tuple[torch.Tensor, ...]:

@@ -9,12 +9,11 @@ from typing import NamedTuple
 
 import torch
 
-from .chained_launch import chained, release_next, wait_for_previous
-from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+from .chained_launch import chained, wait_for_previous
+from .look_up_rows import MAX_BLOCK, SHARE, copy_row
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_TABLES = 2
-MAX_BLOCK = 1024
-SHARE = 2048  # columns of a program
 
 
 class Put(NamedTuple):
@@ -30,28 +29,6 @@ def put_rows_reference(ids: torch.Tensor, puts: tuple[Put, ...], counts: torch.T
         if counts is not None:
             rows = torch.where((counts > 0)[:, None], rows, table.index_select(0, ids))
         table.index_copy_(0, ids, rows)
-
-
-@jit
-def _put_row(
-    p_table: tl.tensor,
-    p_rows: tl.tensor,
-    row: tl.tensor,
-    i_row: tl.tensor,
-    is_kept: tl.tensor,
-    WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr,
-    SHARE: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    i_offset = tl.arange(0, BLOCK)
-    start = tl.program_id(2) * SHARE
-    for first in range(start, tl.minimum(start + SHARE, WIDTH), BLOCK):
-        i_column = first + i_offset
-        m_column = (i_column < WIDTH) & is_kept
-        b_row = tl.load(p_rows + i_row * WIDTH + i_column, mask=m_column, other=0.0)
-        tl.store(p_table + row * WIDTH + i_column, b_row, mask=m_column)
-    release_next(CHAINED)
 
 
 @jit_varying("p_ids", "p_counts", "ids_stride", "counts_stride")
@@ -76,13 +53,17 @@ def _put_kernel(
     wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     row = tl.load(p_ids + i_row * ids_stride).to(tl.int64)
-    is_kept = row >= 0
+    is_kept = True
     if HAS_COUNTS:
         is_kept = tl.load(p_counts + i_row * counts_stride) > 0
     if tl.program_id(1) == 0:
-        _put_row(p_table_0, p_rows_0, row, i_row, is_kept, WIDTH_0, BLOCK_0, SHARE, CHAINED)
+        copy_row(
+            p_rows_0 + i_row * WIDTH_0, p_table_0 + row * WIDTH_0, is_kept, WIDTH_0, BLOCK_0, SHARE, CHAINED
+        )
     else:
-        _put_row(p_table_1, p_rows_1, row, i_row, is_kept, WIDTH_1, BLOCK_1, SHARE, CHAINED)
+        copy_row(
+            p_rows_1 + i_row * WIDTH_1, p_table_1 + row * WIDTH_1, is_kept, WIDTH_1, BLOCK_1, SHARE, CHAINED
+        )
 
 
 def put_rows_triton(ids: torch.Tensor, *puts: Put, counts: torch.Tensor | None = None) -> None:
