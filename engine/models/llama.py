@@ -22,7 +22,7 @@ from .quant.kv_scales import stored_dtype
 from .quant.projections import Projections
 from .rope import RotaryEmbedding
 
-FEW_ROWS = 1024  # captured rows that are kept until the last layer, instead of copied at once
+KEPT_ROWS = 1024  # up to so many, captured rows are kept and copied in one launch behind the layers
 
 
 class LlamaForCausalLM:
@@ -107,23 +107,23 @@ class LlamaForCausalLM:
         tables = self._tables(positions)
         width, last = self.config.hidden_size, len(self.layers) - 1
         columns = {layer: slice(j * width, (j + 1) * width) for j, layer in enumerate(aux_ids)}
-        # few rows are kept, and copied in one launch behind the layers
-        is_kept = hidden.shape[0] <= FEW_ROWS and max(aux_ids, default=last) < last
         kept: dict[int, torch.Tensor] = {}
-        aux = hidden.new_empty(hidden.shape[0], len(columns) * width) if columns else None
+        aux = None
+        if columns and (hidden.shape[0] > KEPT_ROWS or max(columns) >= last):
+            aux = hidden.new_empty(hidden.shape[0], len(columns) * width)
         delta: Left = None
         for index, layer in enumerate(self.layers):
             # a layer's output is complete after the next layer's norm, which adds the MLP output
             normed, hidden = layer.enter(hidden, delta)
-            if aux is not None and index - 1 in columns:
-                if is_kept:
+            if index - 1 in columns:
+                if aux is None:
                     kept[index - 1] = hidden
                 else:
                     aux[:, columns[index - 1]] = hidden
             if index < last:
                 hidden, delta = layer(normed, hidden, *tables[index], index, attend)
-        if kept and aux is not None:
-            torch.cat([kept[layer] for layer in aux_ids], dim=1, out=aux)
+        if kept:
+            aux = torch.cat([kept[layer] for layer in aux_ids], dim=1)
         return self.layers[-1].attention.attended(normed, *tables[last], last, attend), hidden, aux
 
     def _tables(self, positions: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
