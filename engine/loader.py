@@ -6,6 +6,7 @@ keeps draft KV.
 """
 
 import logging
+import os
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -46,6 +47,7 @@ from .models.weight_cuts import rank_config
 from .models.weights import load_model, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup, join_group
 from .parallel.peer_sum import peer_sum
+from .parallel.rank_cards import card_of_rank
 from .parallel.sharing import Sharing, attention_parallel, tensor_parallel
 from .parallel.vocabulary import table_of
 from .prompt_budget import WHOLE_PROMPT_ROWS, alone_tokens
@@ -626,9 +628,9 @@ def sharing_of(config: EngineConfig, group: TensorGroup) -> Sharing:
 
 
 def rank_device(device: torch.device, group: TensorGroup) -> torch.device:
-    """The device of one rank: on GPUs the visible one of its number."""
+    """The device of one rank: on GPUs the visible one of its number, see `rank_cards`."""
     is_one_of_several = device.type == "cuda" and not group.is_solo
-    return torch.device("cuda", group.rank) if is_one_of_several else device
+    return torch.device("cuda", card_of_rank(group.rank, os.environ)) if is_one_of_several else device
 
 
 def join_ranks(meeting: Path, rank: int, size: int, settings: EngineConfig) -> TensorGroup:
@@ -657,7 +659,7 @@ def check_ranks(config: EngineConfig) -> None:
         )
     sharing = sharing_of(config, TensorGroup(size=count))
     device = resolve_device(config.device)
-    if device.type == "cuda" and count > torch.cuda.device_count():
+    if device.type == "cuda" and card_of_rank(count - 1, os.environ) >= torch.cuda.device_count():
         flag = "--dp-attention" if sharing.has_own_rows else "--tp"
         raise CheckpointError(
             f"{sharing.setting}: this process sees {torch.cuda.device_count()} GPUs; lower {flag}, or let it "

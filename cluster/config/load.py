@@ -40,7 +40,8 @@ logger = logging.getLogger(__name__)
 
 INTERNAL_VARIABLES = ("BATON_PARENT_PID", "BATON_OPERATOR_TOKEN")  # see cluster/process/process
 CLIENT_VARIABLES = ("BATON_API_KEY",)  # variables of `baton top` and `baton chat`
-TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS")  # see cluster/process/failpoints
+# see cluster/process/failpoints and engine/parallel/rank_cards
+TEST_VARIABLES = ("BATON_FAULT", "BATON_ALLOW_FAULTS", "BATON_RANKS_PER_CARD")
 PIPELINE = ("pp", "pp_size", "pipeline_parallel", "pipeline_parallel_size")  # as other servers call it
 COMMAND_LINE, ENVIRONMENT, FILE = "command line", "environment", "file"
 

@@ -19,6 +19,7 @@ from torch._C._distributed_c10d import FileStore
 
 from ...kernels.collectives import gather_columns, group_of, share_rank_0, sum_ranks
 from ..errors import RanksApart
+from .rank_cards import name_host
 
 logger = logging.getLogger(__name__)
 
@@ -160,6 +161,7 @@ def join_group(
     is_cuda = device.type == "cuda"
     if is_cuda:
         torch.cuda.set_device(device)
+        name_host(rank)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
         store=store,

@@ -6,6 +6,7 @@ import shutil
 import psutil
 import pytest
 from baton.deploy.up.children import role_command
+from baton.engine.parallel.rank_cards import VARIABLE as RANKS_PER_CARD
 from baton.tests.cluster.random_heads import random_head
 from baton.tests.cluster.router_fakes import save_tokenizer
 from baton.tests.cluster.serving import (
@@ -49,7 +50,8 @@ def with_ranks(prefill: int, decode: int, victim: str = "", fault: str = "", car
     """The command of a child, with the number of ranks of its role.
 
     Rank 1 of the first worker of the role `victim` gets a `fault`. `cards`: the GPUs that a worker of each
-    role sees, as CUDA_VISIBLE_DEVICES names them; None: those that the cluster gives it.
+    role sees, as CUDA_VISIBLE_DEVICES names them, which its ranks share if they are fewer; None: those that
+    the cluster gives it.
     """
     ranks, armed = {"prefill": prefill, "decode": decode}, []
 
@@ -58,7 +60,9 @@ def with_ranks(prefill: int, decode: int, victim: str = "", fault: str = "", car
             return role_command(role, flags)
         command = role_command(role, [*flags, f"--tp={ranks[role]}"])
         if cards is not None:
-            command = ["env", f"CUDA_VISIBLE_DEVICES={cards[role]}", *command]
+            shared = -(-ranks[role] // len(cards[role].split(",")))
+            seen = f"CUDA_VISIBLE_DEVICES={cards[role]}"
+            command = ["env", seen, f"{RANKS_PER_CARD}={shared}", *command]
         if role != victim or armed:
             return command
         armed.append(role)

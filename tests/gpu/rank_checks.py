@@ -5,17 +5,26 @@ same name: a second worker in one process would wait for ranks of the first.
 """
 
 import multiprocessing
+import os
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+import pytest
+import torch
+from baton.engine.parallel.rank_cards import VARIABLE, ranks_per_card
 from baton.tests.parity.rank_cases import graphs_of
 from baton.tests.parity.rank_plants import BUCKET, PLANTS
 from baton.tests.parity.test_aggregated import answers_of, ask
 from baton.tests.parity.tp_worker import tp_worker
 
 SIZES = {"device": "cuda", "page_size": 16, "gpu_memory_share": 0.2, "pages": 160}
+
+
+def share_cards(num_ranks: int, patch: pytest.MonkeyPatch) -> None:
+    """Lets the ranks of workers of `num_ranks` share GPUs, as few on each as there are GPUs for."""
+    patch.setenv(VARIABLE, str(-(-num_ranks // torch.cuda.device_count())))
 
 
 def in_own_process(check: Callable[..., None], *args: object, **settings: object) -> None:
@@ -54,7 +63,9 @@ def check_answers(target: Path, draft: Path | None, tp: int, **settings: object)
     answers = answers_of(target)
     with tp_worker(target, draft, tp, **{**SIZES, **settings}) as worker:
         if worker.engine.pool.device.type == "cuda":
-            assert worker.engine.group.small is not None, "GPUs of one host map each other's memory"
+            has_own_cards = ranks_per_card(os.environ) == 1
+            small = worker.engine.group.small
+            assert (small is not None) == has_own_cards, "GPUs of one host map each other's memory"
         assert ask(worker, list(answers)) == list(answers.values())
         assert ask(worker, list(answers)) == list(answers.values()), "from cached prefixes"
         worker.engine.cache.allocator.check_integrity()

@@ -1,6 +1,7 @@
-"""Workers of two and four GPUs: the tokens of one, eager and with graphs, and sums that are those of NCCL.
+"""Workers of two and four ranks: the tokens of one, eager and with graphs, and sums that are those of NCCL.
 
-The toy models have 4 heads. Their 2 KV heads are copied where there are 4 ranks.
+The toy models have 4 heads. Their 2 KV heads are copied where there are 4 ranks. On a machine with fewer GPUs
+ranks share them, and then NCCL makes all sums.
 """
 
 from collections.abc import Callable
@@ -8,14 +9,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.tests.gpu.rank_checks import check_answers, in_own_process
+from baton.tests.gpu.rank_checks import check_answers, in_own_process, share_cards
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.test_aggregated import DRAFTS, LAYERS
 
-NUM_CARDS = torch.cuda.device_count()
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(NUM_CARDS < 2, reason="needs two CUDA devices")]
-RANKS = [2, pytest.param(4, marks=pytest.mark.skipif(NUM_CARDS < 4, reason="needs four CUDA devices"))]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+RANKS = (2, 4)
 EXPERTS = {"qwen3_moe": {"num_experts": 8}, "gpt_oss": {"num_local_experts": 8}}  # 4 ranks share 8
+
+
+@pytest.fixture(params=RANKS)
+def tp(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The ranks of a worker."""
+    share_cards(request.param, monkeypatch)
+    return request.param
 
 
 @pytest.fixture(scope="module")
@@ -29,18 +39,15 @@ def head(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("tp", RANKS)
 def test_gpus_say_what_transformers_says(target: Path, head: Path, tp: int, graphs: str):
     in_own_process(check_answers, target, head, tp, graphs=graphs)
 
 
-@pytest.mark.parametrize("tp", RANKS)
 def test_trees_in_graphs_say_what_transformers_says(target: Path, head: Path, tp: int):
     in_own_process(check_answers, target, head, tp, graphs="on", **DRAFTS["tree"])
 
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
-@pytest.mark.parametrize("tp", RANKS)
 def test_gpus_with_kv_heads_of_their_own_say_the_same(
     toy_checkpoint: Callable[..., Path], head: Path, tp: int, graphs: str
 ):
@@ -51,7 +58,6 @@ def test_gpus_with_kv_heads_of_their_own_say_the_same(
 
 @pytest.mark.parametrize("graphs", ["off", "on"])
 @pytest.mark.parametrize("family", EXPERTS)
-@pytest.mark.parametrize("tp", RANKS)
 def test_experts_dealt_whole_to_tensor_parallel_gpus_say_the_same(
     toy_checkpoint: Callable[..., Path], tmp_path: Path, tp: int, family: str, graphs: str
 ):

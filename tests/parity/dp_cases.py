@@ -21,7 +21,8 @@ from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.protocol.messages import Finished, Reserve, Sampling, Tokens
 from baton.decode.worker import DecodeWorker
 from baton.engine.engine import Engine
-from baton.engine.parallel.group import leave_group
+from baton.engine.loader import rank_device
+from baton.engine.parallel.group import TensorGroup, leave_group
 from baton.engine.parallel.lockstep import Exchange
 from baton.tests.parity.rank_cases import joined, loaded
 from baton.tests.parity.test_sampled_law import D, Ears
@@ -119,8 +120,8 @@ def asked_worker(engine: Engine, config: DecodeConfig, exchange: Exchange) -> As
 
 
 class DpCases:
-    """Ranks 1 to `size` - 1 of workers that come one by one, in float32, each on the CPU or on a GPU of its
-    own. Close it in the end. `limit_s`: the longest wait in a collective of CPUs.
+    """Ranks 1 to `size` - 1 of workers that come one by one, in float32, each on the CPU or on a GPU. Close
+    it in the end. `limit_s`: the longest wait in a collective of CPUs.
     """
 
     def __init__(self, size: int, device: str = "cpu", limit_s: float = 5 * LIMIT_S) -> None:
@@ -140,7 +141,7 @@ class DpCases:
             for rank in range(1, size)
         ]
         self.table = PeerTable(descriptors, 0, size)
-        self._group = joined(meeting, 0, size, device_of(device, 0), limit_s)
+        self._group = joined(meeting, 0, size, device_of(device, 0, size), limit_s)
         self._worker: AskedWorker | None = None
 
     @contextmanager
@@ -213,8 +214,8 @@ class DpCases:
         child.stdin.flush()
 
 
-def device_of(device: str, rank: int) -> torch.device:
-    return torch.device(device, rank) if device == "cuda" else torch.device(device)
+def device_of(device: str, rank: int, size: int) -> torch.device:
+    return rank_device(torch.device(device), TensorGroup(rank=rank, size=size))
 
 
 def serve_one(worker: AskedWorker, table: PeerTable) -> None:
@@ -239,7 +240,7 @@ def serve_one(worker: AskedWorker, table: PeerTable) -> None:
 def main() -> None:
     """One rank: a line of standard input is a worker's flags."""
     rank, size, meeting, shown, device, limit_s = json.loads(sys.argv[1])
-    group = joined(meeting, rank, size, device_of(device, rank), limit_s)
+    group = joined(meeting, rank, size, device_of(device, rank, size), limit_s)
     table = PeerTable(PeerDescriptors(*shown), rank, size)
     while line := sys.stdin.readline():
         message = json.loads(line)
