@@ -31,7 +31,6 @@ class WindowedRowPlan:
     ) -> None:
         pages, window_slots = pool.places(page_table, slots)
         window_rows = kv_rows(window_slots, pool.part.kv)
-        self.is_invariant = is_invariant
         self._places = pool.layout.places
         self._plans = {
             True: RowPlan(

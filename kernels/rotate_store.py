@@ -115,13 +115,16 @@ def rotate_store_triton(
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
     norms: HeadNorms | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Launch with the arguments of `rotate_store`. Raises ValueError if shapes or dtypes do not fit."""
-    num_heads = _check(kv, rows, heads, cos, signed_sin)
+    num_heads = _check(kv, rows, heads, cos, signed_sin, out)
     num_tokens, width, head_dim = heads.shape
     page_size, kv_heads = kv.shape[3:5]
     heads = heads if heads.stride()[1:] == (head_dim, 1) else heads.contiguous()
-    q = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
+    q = out
+    if q is None:
+        q = torch.empty((num_tokens, num_heads, head_dim), dtype=heads.dtype, device=heads.device)
     plane = page_size * kv_heads * head_dim
     _rotate_store_kernel[(num_tokens + 1, cdiv(width, BLOCK_HEADS))](
         heads,
@@ -153,13 +156,24 @@ def rotate_store_triton(
 
 
 def _check(
-    kv: torch.Tensor, rows: torch.Tensor, heads: torch.Tensor, cos: torch.Tensor, signed_sin: torch.Tensor
+    kv: torch.Tensor,
+    rows: torch.Tensor,
+    heads: torch.Tensor,
+    cos: torch.Tensor,
+    signed_sin: torch.Tensor,
+    out: torch.Tensor | None,
 ) -> int:
     """The number of query heads. Raises ValueError if shapes or dtypes do not fit."""
     kv_heads = kv.shape[4]
     num_heads = heads.shape[1] - 2 * kv_heads
     check_tables(heads, cos, signed_sin)
     check_kv(kv, rows, heads[:, num_heads : num_heads + kv_heads], heads[:, num_heads + kv_heads :])
+    wanted = heads.shape[0], num_heads, heads.shape[2]
+    if out is not None and not (out.shape == wanted and out.dtype == heads.dtype and out.is_contiguous()):
+        raise ValueError(
+            f"rotate_store: out {tuple(out.shape)} {out.dtype}, strides {out.stride()}; expected contiguous "
+            f"{wanted} {heads.dtype}"
+        )
     return num_heads
 
 
@@ -171,16 +185,18 @@ def rotate_store(
     cos: torch.Tensor,
     signed_sin: torch.Tensor,
     norms: HeadNorms | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Rotates and stores `heads` `[T, N+2K, D]`, behind `norms`; returns the rotated queries `[T, N, D]`.
+    """Rotates and stores `heads` `[T, N+2K, D]`, behind `norms`; returns the rotated queries `[T, N, D]`, in
+    `out` if there is one.
 
     `kv` `[num_pages, L, 2, page_size, K, D]`: keys and values of `layer` go to `rows` int64 `[T]` (from
     `kv_rows`), and the sink is cleared. `cos` and `signed_sin` `[T, R]` are those of `apply_rope`. Raises
     ValueError if shapes or dtypes do not fit.
     """
     if heads.is_cuda:
-        return rotate_store_triton(kv, layer, rows, heads, cos, signed_sin, norms)
-    num_heads = _check(kv, rows, heads, cos, signed_sin)
+        return rotate_store_triton(kv, layer, rows, heads, cos, signed_sin, norms, out)
+    num_heads = _check(kv, rows, heads, cos, signed_sin, out)
     split = num_heads + kv.shape[4]
     turning = heads[:, :split]
     if norms is not None:
@@ -190,4 +206,5 @@ def rotate_store(
         )
     rotated = apply_rope(turning, cos, signed_sin)
     store_kv(kv, layer, rows, rotated[:, num_heads:], heads[:, split:])
-    return rotated[:, :num_heads]
+    q = rotated[:, :num_heads]
+    return q if out is None else out.copy_(q)

@@ -22,6 +22,7 @@ from ...kernels.extend_attention import paged_extend
 from ...kernels.gather_context import ROW_ALIGNMENT, context_rows, gather_context
 from ...kernels.kv_store import kv_rows
 from ...kernels.ops import recorded_context_attention, recorded_gather_context, recorded_store_kv
+from ...kernels.rotate_store import HeadNorms, rotate_store
 from ...kernels.skinny_linear import shared_bytes
 from ...kernels.verify_attention import paged_verify
 from ..batch.forward_batch import ForwardBatch
@@ -64,7 +65,7 @@ class TritonAttention(PagedAttention):
         """
         if self._buffers is None:
             return super().recorded(places, slots)
-        return partial(self._attend_recorded, self._buffers, places, kv_rows(slots, self.pool.kv))
+        return _RecordedAttend(self, self._buffers, places, kv_rows(slots, self.pool.kv))
 
     def _bind_rows(self, metadata: AttentionMetadata) -> Read:
         if metadata.uniform_rows:
@@ -128,23 +129,48 @@ class TritonAttention(PagedAttention):
             form,
         )
 
-    def _attend_recorded(
-        self,
-        buffers: ContextKV,
-        places: RequestPlaces,
-        store_rows: torch.Tensor,
-        layer: int,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        form: AttentionForm = PLAIN_FORM,
+
+class _RecordedAttend:
+    """The attention of a full graph, a `RotatingAttend` over copied context. `rows`: where keys and values
+    are stored.
+    """
+
+    def __init__(
+        self, attention: TritonAttention, buffers: ContextKV, places: RequestPlaces, rows: torch.Tensor
+    ) -> None:
+        self._attention = attention
+        self._kv = attention.pool.kv
+        self._buffers = buffers
+        self._places = places
+        self._rows = rows
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
     ) -> torch.Tensor:
-        kv, keys, values = self.pool.kv, buffers.keys, buffers.values
-        kv_starts, lens = places.kv_starts, places.kv_lens
-        recorded_store_kv(kv, layer, store_rows, k, v)
-        recorded_gather_context(kv, layer, places.page_table, kv_starts, lens, keys, values)
-        scale = self.scale_of(form)
-        return recorded_context_attention(q, keys, values, places.q_starts, kv_starts, lens, scale, form)
+        recorded_store_kv(self._kv, layer, self._rows, k, v)
+        return self._read(layer, q, form)
+
+    def rotate_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """As `RotatingAttend.rotate_attend`."""
+        return self._read(layer, rotate_store(self._kv, layer, self._rows, heads, cos, sin, norms), form)
+
+    def _read(self, layer: int, q: torch.Tensor, form: AttentionForm) -> torch.Tensor:
+        places, scale = self._places, self._attention.scale_of(form)
+        starts, lens, context = places.kv_starts, places.kv_lens, self._buffers
+        recorded_gather_context(
+            self._kv, layer, places.page_table, starts, lens, context.keys, context.values
+        )
+        return recorded_context_attention(
+            q, context.keys, context.values, places.q_starts, starts, lens, scale, form
+        )
 
 
 def context_buffers(pool: KVPool, max_context: int) -> ContextKV:

@@ -4,15 +4,17 @@ Two backends of one kind run in turn, one for each kind of pages. Pages and slot
 of the batch, mapped through the pool's table, once for all layers of a forward.
 """
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
+from ...kernels.rotate_store import HeadNorms
 from ..batch.forward_batch import ForwardBatch
 from ..graphs.errors import GraphError
 from ..kv.window_pool import WindowedPool
-from ..models.layers import Attend, More, Read
+from ..models.layers import Attend, More, Read, RotatingAttend
 from .backend import PagedAttention
 from .metadata import AttentionMetadata, contents_of, context_slots, plan
 from .places import RequestPlaces
@@ -102,15 +104,7 @@ class WindowedAttention:
         attends = {True: self._windowed.recorded(replace(places, page_table=pages), window_slots)}
         if self.pool.layout.num_full:
             attends[False] = self._full.recorded(places, slots)
-        of_layer = self.pool.layout.places
-
-        def attend(
-            layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
-        ) -> torch.Tensor:
-            is_windowed, number = of_layer[layer]
-            return attends[is_windowed](number, q, k, v, form)
-
-        return attend
+        return _RecordedAttend(self.pool.layout.places, attends)
 
     def _parts(self, metadata: WindowedMetadata) -> dict[bool, tuple[PagedAttention, AttentionMetadata]]:
         """(backend, plan) of each kind of pages that some layer has."""
@@ -125,3 +119,35 @@ class WindowedAttention:
         if self.pool.layout.num_full:
             parts[False] = self._full, replace(metadata, unread=unread[False])
         return parts
+
+
+class _RecordedAttend:
+    """The attention of a full graph, a `RotatingAttend`, which passes each layer on to that of its pages.
+
+    `places`: (has window pages, its number among such layers) of each layer.
+    """
+
+    def __init__(self, places: Sequence[tuple[bool, int]], attends: Mapping[bool, Attend]) -> None:
+        self._places = places
+        self._attends = attends
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
+        is_windowed, number = self._places[layer]
+        return self._attends[is_windowed](number, q, k, v, form)
+
+    def rotate_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """As `RotatingAttend.rotate_attend`."""
+        is_windowed, number = self._places[layer]
+        attend = self._attends[is_windowed]
+        assert isinstance(attend, RotatingAttend), attend
+        return attend.rotate_attend(number, heads, cos, sin, form, norms)

@@ -15,7 +15,8 @@ from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.latent_ops import recorded_store_latent
 from ...kernels.latent_store import is_latent
 from ...kernels.ops import recorded_store_kv
-from ..kv.pool import KVPool
+from ...kernels.rotate_store import HeadNorms, rotate_store
+from ..kv.pool import KVPool, StoreRows
 from ..models.layers import Attend, More, Read
 from .breakable import Breaks, OutputT, ReplayContext
 from .bucketed_graphs import GraphFamily, GraphLimits, PathDecision
@@ -64,37 +65,70 @@ class AttentionBridge:
         `pool`: of the layers' KV. `slots` int64 `[T]`: the static slots of the rows, 0 (the sink) for
         padding.
         """
-        read, store_rows = breaks.graph_break(read_real_rows), pool.store_rows(slots)
+        kind = _LatentsAcross if is_latent(pool.kv) else _HeadsAcross
+        return kind(self, breaks.graph_break(read_real_rows), pool.store_rows(slots))
 
-        def attend(
-            layer: int,
-            q: torch.Tensor,
-            k: torch.Tensor,
-            v: torch.Tensor,
-            form: AttentionForm = PLAIN_FORM,
-        ) -> torch.Tensor:
-            n = q.shape[0]
-            kv, number, rows = store_rows(layer)
-            recorded_store_kv(kv, number, rows, k, v)
-            inside, out = self.q[:n].copy_(q), self.out[:n]
-            read(layer, inside, form, out=out)
-            return out
 
-        def attend_latents(
-            layer: int,
-            q: torch.Tensor,
-            latent: torch.Tensor,
-            up: torch.Tensor,
-            form: AttentionForm = PLAIN_FORM,
-        ) -> torch.Tensor:
-            n = q.shape[0]
-            kv, number, rows = store_rows(layer)
-            recorded_store_latent(kv, number, rows, latent)
-            inside, out = self.q[:n].copy_(q), self.out[:n]
-            read(layer, inside, up, out=out)
-            return out
+class _Across:
+    """The attention of one capture: stores inside of the graph, reads in a break.
 
-        return attend_latents if is_latent(pool.kv) else attend
+    `read` is the break, `store_rows` says where each layer stores.
+    """
+
+    def __init__(self, bridge: AttentionBridge, read: Callable[..., None], store_rows: StoreRows) -> None:
+        self._bridge = bridge
+        self._read = read
+        self._store_rows = store_rows
+
+    def _queries(self, num_rows: int) -> torch.Tensor:
+        """Where the queries of `num_rows` rows cross the break."""
+        return self._bridge.q[:num_rows]
+
+    def _cross(self, layer: int, q: torch.Tensor, more: More) -> torch.Tensor:
+        out = self._bridge.out[: q.shape[0]]
+        self._read(layer, q, more, out=out)
+        return out
+
+
+class _HeadsAcross(_Across):
+    """A `RotatingAttend` over keys and values."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
+        kv, number, rows = self._store_rows(layer)
+        recorded_store_kv(kv, number, rows, k, v)
+        return self._cross(layer, self._queries(q.shape[0]).copy_(q), form)
+
+    def rotate_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """As `RotatingAttend.rotate_attend`. The rotated queries are written where they cross."""
+        kv, number, rows = self._store_rows(layer)
+        q = rotate_store(kv, number, rows, heads, cos, sin, norms, self._queries(heads.shape[0]))
+        return self._cross(layer, q, form)
+
+
+class _LatentsAcross(_Across):
+    """An `Attend` over latents."""
+
+    def __call__(
+        self,
+        layer: int,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        up: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+    ) -> torch.Tensor:
+        kv, number, rows = self._store_rows(layer)
+        recorded_store_latent(kv, number, rows, latent)
+        return self._cross(layer, self._queries(q.shape[0]).copy_(q), up)
 
 
 def read_real_rows(

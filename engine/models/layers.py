@@ -84,6 +84,11 @@ class RotatingAttend(Attend, Protocol):
     ) -> torch.Tensor:
         """As a call, with the heads of q, k and v side by side in `heads` `[T, N+2K, D]`, before `norms`."""
 
+
+@runtime_checkable
+class ProjectingAttend(RotatingAttend, Protocol):
+    """Attention that also makes the heads it rotates."""
+
     def project_attend(
         self,
         layer: int,
@@ -394,12 +399,13 @@ class SelfAttention:
         """As a call, without the output projection: `[T, N*D]`."""
         may_rotate = cos.is_cuda and self.turns and self.kv_scales is None
         rotating = attend if may_rotate and isinstance(attend, RotatingAttend) else None
-        if rotating is not None and isinstance(x, UnscaledRows) and self._rotates_in_product(x, cos):
+        projecting = rotating if isinstance(rotating, ProjectingAttend) else None
+        if projecting is not None and isinstance(x, UnscaledRows) and self._rotates_in_product(x, cos):
             given = layer, x, self.qkv.weight, self.qkv.bias, cos, sin, self.form
-            return rotating.project_attend(*given).flatten(1)
+            return projecting.project_attend(*given).flatten(1)
         split = self.num_heads + self.num_kv_heads
         heads = self._project(x).view(-1, split + self.num_kv_heads, self.head_dim)
-        if rotating is not None and self._joins_norms(attend):
+        if rotating is not None and self._joins_norms():
             return rotating.rotate_attend(layer, heads, cos, sin, self.form, self._head_norms()).flatten(1)
         qk, v = self._normed(heads[:, :split]), heads[:, split:]
         qk = self.ops.rope(qk, cos, sin) if self.turns else qk
@@ -418,11 +424,9 @@ class SelfAttention:
         is_plain = self.qk_norm is None and type(self.qkv) is Linear
         return is_plain and joins.takes(rows.z, joins.rotary) and can_rotate(rows.z.shape[0], *sizes)
 
-    def _joins_norms(self, attend: Attend) -> bool:
-        """Whether `attend` may normalise q and k itself: not where the bits of prompts must be equal."""
-        if self.qk_norm is None:
-            return True
-        return not self.qk_norm.is_whole and not getattr(attend, "is_invariant", False)
+    def _joins_norms(self) -> bool:
+        """Whether attention may normalise q and k itself: not where all forwards must have equal bits."""
+        return self.qk_norm is None or not (self.qk_norm.is_whole or self.ops.is_invariant)
 
     def _head_norms(self) -> HeadNorms | None:
         if self.q_norm is None or self.k_norm is None:

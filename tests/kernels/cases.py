@@ -255,6 +255,9 @@ def check_rotate_store(
     kv_store.store_kv_triton(apart, 2, given[0], rotated[:, num_heads:], wide[:, split:])
     torch.testing.assert_close(q, rotated[:, :num_heads], rtol=0, atol=0, equal_nan=True)
     assert torch.equal(after, apart)
+    placed = torch.full_like(q, NAN)
+    assert rotate_store.rotate_store_triton(after, 2, *given, out=placed) is placed
+    torch.testing.assert_close(placed, q, rtol=0, atol=0, equal_nan=True)
     q_on_cpu = rotate_store.rotate_store(on_cpu, 2, rows, heads, *tables)
     torch.testing.assert_close(q.cpu(), q_on_cpu, rtol=1.6e-2, atol=1.6e-2, equal_nan=True)
     assert_close(after, on_cpu)
