@@ -66,10 +66,11 @@ def test_four_ranks_of_which_one_is_idle_say_the_same(
     share_cards(len(OF_FOUR), monkeypatch)
     settings = dict(WAYS[way])
     draft = settings.pop("draft")
-    in_own_process(check_four, toy_checkpoint("qwen3_moe"), head if draft == "head" else "", **settings)
+    path = toy_checkpoint("qwen3_moe", num_experts=8)
+    in_own_process(check_four, path, head if draft == "head" else "", **settings)
 
 
-def check_four(path: Path, draft: Path | str, **settings: object) -> None:
+def check_four(path: Path, draft: Path | str, device: str = "cuda", **settings: object) -> None:
     """Four ranks answer as transformers does."""
     model = reference_model(path)
     asked = {
@@ -80,7 +81,7 @@ def check_four(path: Path, draft: Path | str, **settings: object) -> None:
         [reference_greedy(model, list(each.ids), NUM_TOKENS) for each in requests]
         for requests in asked.values()
     ]
-    cases = DpCases(len(OF_FOUR), "cuda")
+    cases = DpCases(len(OF_FOUR), device)
     try:
         with cases.workers(path, draft, **SIZES, **settings) as workers:
             assert workers.ask(asked) == answers
