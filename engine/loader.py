@@ -628,7 +628,7 @@ def sharing_of(config: EngineConfig, group: TensorGroup) -> Sharing:
 
 
 def rank_device(device: torch.device, group: TensorGroup) -> torch.device:
-    """The device of one rank: on GPUs the visible one of its number, see `rank_cards`."""
+    """The device of one rank: on GPUs the visible one of its number, see `rank_cards` and its errors."""
     is_one_of_several = device.type == "cuda" and not group.is_solo
     return torch.device("cuda", card_of_rank(group.rank, os.environ)) if is_one_of_several else device
 

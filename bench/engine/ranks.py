@@ -18,7 +18,6 @@ import torch
 from ...cluster.process.log import PACKAGE
 from ...engine.parallel.group import LIBRARY_SETTINGS, TensorGroup, join_group, leave_group
 from ...engine.parallel.peer_sum import peer_sum
-from ...engine.parallel.rank_cards import card_of_rank
 
 MODULE = f"{PACKAGE}.bench.engine.rank"
 LOOK_EVERY_S = 0.2
@@ -68,12 +67,12 @@ def _watch(children: Sequence["subprocess.Popen[bytes]"], is_over: threading.Eve
 
 
 def joined(meeting: int, rank: int, size: int, device: torch.device) -> TensorGroup:
-    """The group of all ranks; on GPUs each rank takes its own."""
+    """The group of all ranks; on GPUs rank N takes the visible GPU N."""
     own = rank_device(device, rank)
     group = join_group(Path(f"/proc/self/fd/{meeting}"), rank, size, own)
     return replace(group, small=peer_sum(group, own)) if own.type == "cuda" else group
 
 
 def rank_device(device: torch.device, rank: int) -> torch.device:
-    """The device of `rank`: its visible GPU, see `rank_cards`, or the CPU."""
-    return torch.device("cuda", card_of_rank(rank, os.environ)) if device.type == "cuda" else device
+    """The device of `rank`: the visible GPU of its number, or the CPU."""
+    return torch.device("cuda", rank) if device.type == "cuda" else device

@@ -65,7 +65,7 @@ class TritonAttention(PagedAttention):
         """
         if self._buffers is None:
             return super().recorded(places, slots)
-        return _RecordedAttend(self, self._buffers, places, kv_rows(slots, self.pool.kv))
+        return _CopiedContextAttend(self, self._buffers, places, kv_rows(slots, self.pool.kv))
 
     def _bind_rows(self, metadata: AttentionMetadata) -> Read:
         if metadata.uniform_rows:
@@ -130,7 +130,7 @@ class TritonAttention(PagedAttention):
         )
 
 
-class _RecordedAttend:
+class _CopiedContextAttend:
     """The attention of a full graph, a `RotatingAttend` over copied context. `rows`: where keys and values
     are stored.
     """

@@ -104,7 +104,7 @@ class WindowedAttention:
         attends = {True: self._windowed.recorded(replace(places, page_table=pages), window_slots)}
         if self.pool.layout.num_full:
             attends[False] = self._full.recorded(places, slots)
-        return _RecordedAttend(self.pool.layout.places, attends)
+        return _AttendByLayer(self.pool.layout.places, attends)
 
     def _parts(self, metadata: WindowedMetadata) -> dict[bool, tuple[PagedAttention, AttentionMetadata]]:
         """(backend, plan) of each kind of pages that some layer has."""
@@ -121,7 +121,7 @@ class WindowedAttention:
         return parts
 
 
-class _RecordedAttend:
+class _AttendByLayer:
     """The attention of a full graph, a `RotatingAttend`, which passes each layer on to that of its pages.
 
     `places`: (has window pages, its number among such layers) of each layer.

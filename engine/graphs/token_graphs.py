@@ -65,11 +65,11 @@ class AttentionBridge:
         `pool`: of the layers' KV. `slots` int64 `[T]`: the static slots of the rows, 0 (the sink) for
         padding.
         """
-        kind = _LatentsAcross if is_latent(pool.kv) else _HeadsAcross
+        kind = _BridgedLatents if is_latent(pool.kv) else _BridgedHeads
         return kind(self, breaks.graph_break(read_real_rows), pool.store_rows(slots))
 
 
-class _Across:
+class _BridgedAttend:
     """The attention of one capture: stores inside of the graph, reads in a break.
 
     `read` is the break, `store_rows` says where each layer stores.
@@ -84,13 +84,13 @@ class _Across:
         """Where the queries of `num_rows` rows cross the break."""
         return self._bridge.q[:num_rows]
 
-    def _cross(self, layer: int, q: torch.Tensor, more: More) -> torch.Tensor:
+    def _read_across(self, layer: int, q: torch.Tensor, more: More) -> torch.Tensor:
         out = self._bridge.out[: q.shape[0]]
         self._read(layer, q, more, out=out)
         return out
 
 
-class _HeadsAcross(_Across):
+class _BridgedHeads(_BridgedAttend):
     """A `RotatingAttend` over keys and values."""
 
     def __call__(
@@ -98,7 +98,7 @@ class _HeadsAcross(_Across):
     ) -> torch.Tensor:
         kv, number, rows = self._store_rows(layer)
         recorded_store_kv(kv, number, rows, k, v)
-        return self._cross(layer, self._queries(q.shape[0]).copy_(q), form)
+        return self._read_across(layer, self._queries(q.shape[0]).copy_(q), form)
 
     def rotate_attend(
         self,
@@ -112,10 +112,10 @@ class _HeadsAcross(_Across):
         """As `RotatingAttend.rotate_attend`. The rotated queries are written where they cross."""
         kv, number, rows = self._store_rows(layer)
         q = rotate_store(kv, number, rows, heads, cos, sin, norms, self._queries(heads.shape[0]))
-        return self._cross(layer, q, form)
+        return self._read_across(layer, q, form)
 
 
-class _LatentsAcross(_Across):
+class _BridgedLatents(_BridgedAttend):
     """An `Attend` over latents."""
 
     def __call__(
@@ -128,7 +128,7 @@ class _LatentsAcross(_Across):
     ) -> torch.Tensor:
         kv, number, rows = self._store_rows(layer)
         recorded_store_latent(kv, number, rows, latent)
-        return self._cross(layer, self._queries(q.shape[0]).copy_(q), up)
+        return self._read_across(layer, self._queries(q.shape[0]).copy_(q), up)
 
 
 def read_real_rows(

@@ -5,13 +5,16 @@ refuses two ranks of one host on a GPU, so they are given hosts of different nam
 between them. A sum waits for the GPU to change processes, some 7 ms for each rank on a card after the first.
 """
 
+import logging
 import os
 from collections.abc import Mapping
 
 from ..errors import CheckpointError
 
+logger = logging.getLogger(__name__)
+
 VARIABLE = "BATON_RANKS_PER_CARD"
-HOST_NAME = "NCCL_HOSTID"  # which ranks NCCL believes on one host
+HOST_VARIABLE = "NCCL_HOSTID"  # NCCL takes ranks with equal values for ranks of one host
 
 
 def ranks_per_card(env: Mapping[str, str]) -> int:
@@ -23,11 +26,15 @@ def ranks_per_card(env: Mapping[str, str]) -> int:
 
 
 def card_of_rank(rank: int, env: Mapping[str, str]) -> int:
-    """The number of the visible GPU of `rank`."""
+    """The number of the visible GPU of `rank`. CheckpointError as `ranks_per_card`."""
     return rank // ranks_per_card(env)
 
 
 def name_host(rank: int) -> None:
-    """Names the host of this process for NCCL, before a process group is made, where ranks share a GPU."""
+    """Names the host of this process for NCCL, before a process group is made, where ranks share a GPU.
+
+    CheckpointError as `ranks_per_card`.
+    """
     if (count := ranks_per_card(os.environ)) > 1:
-        os.environ[HOST_NAME] = f"{VARIABLE}-{rank % count}"
+        logger.warning("rank %d shares its GPU: %s=%d, which is for tests and slow", rank, VARIABLE, count)
+        os.environ[HOST_VARIABLE] = f"{VARIABLE}-{rank % count}"

@@ -183,13 +183,15 @@ class VariantPlanner:
     def _body(self, count: int, *, rotates: bool = False) -> "_Inputs":
         """A forward of `count` rows with the logits of its last row; returns the inputs of its attention.
 
-        `rotates`: attention rotates, where layers let it.
+        `rotates`: attention rotates, where layers let it, and there are no logits.
         """
         model, device = self.runner.model, self.runner.pool.device
         ids, positions, slots = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3))
-        attend = (_RotatingKeeper if rotates else _Keeper)(self.runner.pool, slots, model.config.value_dim)
+        attend = (_RotatingRecorder if rotates else _InputRecorder)(
+            self.runner.pool, slots, model.config.value_dim
+        )
         hidden, _ = model.body(model.embed(ids), positions, attend, aux_ids_of(model))
-        for rows in sizes(min(count, self.reach.max_prompts)):
+        for rows in () if rotates else sizes(min(count, self.reach.max_prompts)):
             model.compute_logits(hidden[:rows].clone())
         return attend.inputs()
 
@@ -259,7 +261,7 @@ class _Inputs:
             yield q, k, v
 
 
-class _Keeper:
+class _InputRecorder:
     """An `Attend` that keeps its inputs, and whose results `[T, N, value_dim]` have no values."""
 
     def __init__(self, pool: KVPool, slots: torch.Tensor, value_dim: int) -> None:
@@ -282,7 +284,7 @@ class _Keeper:
         return _Inputs(q, k, v, self._forms, is_latent(self._pool.kv))
 
 
-class _RotatingKeeper(_Keeper):
+class _RotatingRecorder(_InputRecorder):
     """A `RotatingAttend`."""
 
     def rotate_attend(

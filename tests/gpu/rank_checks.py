@@ -65,7 +65,7 @@ def check_answers(target: Path, draft: Path | None, tp: int, **settings: object)
         if worker.engine.pool.device.type == "cuda":
             has_own_cards = ranks_per_card(os.environ) == 1
             small = worker.engine.group.small
-            assert (small is not None) == has_own_cards, "GPUs of one host map each other's memory"
+            assert (small is not None) == has_own_cards, f"peer sums: {small}, own cards: {has_own_cards}"
         assert ask(worker, list(answers)) == list(answers.values())
         assert ask(worker, list(answers)) == list(answers.values()), "from cached prefixes"
         worker.engine.cache.allocator.check_integrity()

@@ -25,7 +25,7 @@ from baton.tests.unit.engine.attention.test_attention import (
     make_batch,
 )
 
-LENGTHS = [(5, 29), (1, 4), (9, 9)]
+LENGTHS, NUM_PADDING = [(5, 29), (1, 4), (9, 9)], 2
 NUM_LAYERS, NUM_PAGES, MAX_CONTEXT = 3, 64, 256
 
 
@@ -46,15 +46,21 @@ def pool_of(is_windowed: bool) -> KVPool:
 
 
 def across_a_break(pool: KVPool) -> RotatingAttend:
-    attention, batch = attention_for(pool, "triton", max_context=MAX_CONTEXT), make_batch(LENGTHS)
+    attention, batch = (
+        attention_for(pool, "triton", max_context=MAX_CONTEXT),
+        make_batch(LENGTHS, NUM_PADDING),
+    )
     read = attention.bind_reads(attention.plan(batch))
     bridge = AttentionBridge.empty(batch.num_tokens + 3, HEADS, DIM, torch.float32, pool.device)
-    breaks = Breaks(AttendContext(num_rows=batch.num_tokens, read=read))
+    breaks = Breaks(AttendContext(num_rows=batch.num_tokens, read=read))  # `read` knows its padding
     return bridge.attend(breaks, pool, batch.slots)
 
 
 def in_a_graph(pool: KVPool) -> RotatingAttend:
-    batch, places = make_batch(LENGTHS), RequestPlaces.empty(len(LENGTHS), len(PAGES[0]), pool.device)
+    batch, places = (
+        make_batch(LENGTHS, NUM_PADDING),
+        RequestPlaces.empty(len(LENGTHS), len(PAGES[0]), pool.device),
+    )
     places.load(batch)
     return attention_for(pool, "triton", max_context=MAX_CONTEXT).recorded(places, batch.slots)
 
@@ -66,7 +72,8 @@ def test_attention_that_rotates_gives_the_rows_of_rotated_heads(
     attend_of: Callable[[KVPool], RotatingAttend], has_norms: bool, is_windowed: bool
 ):
     generator = torch.Generator().manual_seed(3)
-    num_rows, split = sum(rows for rows, _ in LENGTHS), HEADS + KV_HEADS
+    num_real, split = sum(rows for rows, _ in LENGTHS), HEADS + KV_HEADS
+    num_rows = num_real + NUM_PADDING
     one, other = pool_of(is_windowed), pool_of(is_windowed)
     rotating, rotated = attend_of(one), attend_of(other)
     assert isinstance(rotating, RotatingAttend)
@@ -76,12 +83,13 @@ def test_attention_that_rotates_gives_the_rows_of_rotated_heads(
     norms = HeadNorms(*torch.rand(2, DIM, generator=generator), 1e-5) if has_norms else None
     for layer in range(NUM_LAYERS):
         heads = torch.randn(num_rows, split + KV_HEADS, DIM, generator=generator)
+        heads[num_real:] = float("nan")
         q, k = heads[:, :HEADS], heads[:, HEADS:split]
         if norms is not None:
             q, k = rms_norm(q, norms.q, norms.eps), rms_norm(k, norms.k, norms.eps)
         expected = rotated(layer, apply_rope(q, cos, sin), apply_rope(k, cos, sin), heads[:, split:])
         found = rotating.rotate_attend(layer, heads, cos, sin, norms=norms)
-        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(found[:num_real], expected[:num_real])
     torch.testing.assert_close(one.kv, other.kv)
     assert bool(other.kv.any())
     if isinstance(one, WindowedPool) and isinstance(other, WindowedPool):
@@ -91,8 +99,10 @@ def test_attention_that_rotates_gives_the_rows_of_rotated_heads(
 
 def test_a_wrong_place_for_queries_is_refused():
     pool = pool_of(False)
-    bridge = AttentionBridge.empty(15, HEADS + 1, DIM, torch.float32, pool.device)
-    attend = bridge.attend(Breaks(AttendContext(num_rows=15, read=None)), pool, make_batch(LENGTHS).slots)
-    heads, table = torch.zeros(15, HEADS + 2 * KV_HEADS, DIM), torch.zeros(15, DIM)
-    with pytest.raises(ValueError, match=rf"out \(15, {HEADS + 1}, {DIM}\)"):
+    bridge = AttentionBridge.empty(17, HEADS + 1, DIM, torch.float32, pool.device)
+    attend = bridge.attend(
+        Breaks(AttendContext(num_rows=17, read=None)), pool, make_batch(LENGTHS, NUM_PADDING).slots
+    )
+    heads, table = torch.zeros(17, HEADS + 2 * KV_HEADS, DIM), torch.zeros(17, DIM)
+    with pytest.raises(ValueError, match=rf"out \(17, {HEADS + 1}, {DIM}\)"):
         attend.rotate_attend(0, heads, table, table)

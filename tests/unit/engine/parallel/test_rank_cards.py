@@ -8,7 +8,7 @@ from baton.engine.config import EngineConfig
 from baton.engine.errors import CheckpointError
 from baton.engine.loader import check_ranks, rank_device
 from baton.engine.parallel.group import TensorGroup
-from baton.engine.parallel.rank_cards import HOST_NAME, VARIABLE, card_of_rank, name_host
+from baton.engine.parallel.rank_cards import HOST_VARIABLE, VARIABLE, card_of_rank, name_host
 
 CUDA = torch.device("cuda")
 
@@ -26,20 +26,20 @@ def test_each_rank_has_the_gpu_of_its_number(monkeypatch: pytest.MonkeyPatch):
 
 def test_ranks_of_one_gpu_have_hosts_of_different_names(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(VARIABLE, "2")
-    monkeypatch.setenv(HOST_NAME, "of the rank before")
+    monkeypatch.setenv(HOST_VARIABLE, "of the rank before")
     assert devices(4) == [torch.device("cuda", card) for card in (0, 0, 1, 1)]
     hosts = []
     for rank in range(4):
         name_host(rank)
-        hosts.append(os.environ[HOST_NAME])
+        hosts.append(os.environ[HOST_VARIABLE])
     assert hosts[0] == hosts[2] != hosts[1] == hosts[3]
 
 
 def test_a_host_keeps_its_name_where_no_gpu_is_shared(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(VARIABLE, raising=False)
-    monkeypatch.delenv(HOST_NAME, raising=False)
+    monkeypatch.delenv(HOST_VARIABLE, raising=False)
     name_host(1)
-    assert HOST_NAME not in os.environ
+    assert HOST_VARIABLE not in os.environ
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "two", "", "²"])

@@ -9,13 +9,16 @@ import pytest
 import torch
 from baton.engine.attention.registry import attention_for
 from baton.engine.batch.extend_batch import extend_batch
+from baton.engine.batch.forward_batch import ForwardBatch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.graphs.breakable import Breaks
+from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge
 from baton.engine.hub import NGRAM
 from baton.engine.kv.page_table import pages_for
 from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
+from baton.engine.runner.target_graphs import body_of
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafters.protocol import (
     MAX_PREFILL_ROWS,
@@ -95,6 +98,18 @@ def random_lens(rng: random.Random, rows: int, prompts: int, context: int) -> tu
     return q_lens, [rng.randint(0, context - q_len) if rng.random() < 0.7 else 0 for q_len in q_lens]
 
 
+def forward_across_breaks(engine: Engine, batch: ForwardBatch) -> None:
+    """The body of the target over `batch` as a graph records it, with attention in breaks."""
+    runner, config = engine.runner, engine.runner.model.config
+    read = runner.attention.bind_reads(runner.attention.plan(batch))
+    sizes = batch.num_tokens, config.query_heads, config.head_dim
+    device, value_dim = engine.pool.device, config.value_dim
+    bridge = AttentionBridge.empty(*sizes, runner.model.dtype, device, value_dim=value_dim)
+    breaks = Breaks(AttendContext(num_rows=batch.num_tokens, read=read))
+    attend = bridge.attend(breaks, engine.pool, batch.slots)
+    body_of(runner.model, batch.input_ids, batch.positions, attend)
+
+
 def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list[Launch]:
     """The launches of random forwards within `reach`, by the engine's own ways into them."""
     rng, size = random.Random(seed), engine.page_size
@@ -106,6 +121,7 @@ def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as found:
         for batch in batches:
             engine.runner.forward(batch)
+            forward_across_breaks(engine, batch)
             if reads_features(engine.drafter):
                 context = min(reach.max_context, engine.drafter.max_context)
                 lens = random_lens(rng, MAX_PREFILL_ROWS, reach.max_requests, context)
