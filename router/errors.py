@@ -216,9 +216,8 @@ def method_not_allowed(allowed: str) -> ApiError:
 
 
 def body_too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, ErrorBody(f"The request body is larger than {limit} bytes.", "invalid_request_error")
-    )
+    text = f"The request body is larger than {limit} bytes, the router's --max-body-mb; send less."
+    return ApiError(413, ErrorBody(text, "invalid_request_error"))
 
 
 def body_too_slow() -> ApiError:

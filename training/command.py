@@ -10,7 +10,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import cast
+from typing import NoReturn, cast
 
 import torch
 
@@ -41,7 +41,11 @@ class WrongOption(CheckpointError):
 
 def main(argv: Sequence[str]) -> int:
     """Runs `baton draft collect|train|evaluate|swap` and returns its exit code."""
-    options = _parser().parse_args(list(argv))
+    try:
+        options = _parser().parse_args(list(argv))
+    except WrongOption as error:
+        sys.stderr.write(f"{PROG}: {error}\n")
+        return 2
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(message)s")
     run: Callable[[argparse.Namespace], int] = options.run
     try:
@@ -54,8 +58,15 @@ def main(argv: Sequence[str]) -> int:
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    """An argument parser whose errors are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise WrongOption(f"{message}; see `{self.prog} --help`")
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog=PROG, description="Trains drafters for speculative decoding from a model's own answers."
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

@@ -115,7 +115,10 @@ def as_text(value: Value, description: Setting = NO_FORM) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str], spelling: str = "'{}'") -> str:
-    """A hint such as `; did you mean 'chunk_size'?`, or "". `spelling` writes a name as the source does."""
+    """A hint such as `; did you mean 'chunk_size'?`, or "". `spelling` writes a name as the source does.
+
+    Names are without the dashes of flags, which would make any two alike.
+    """
     close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f"; did you mean {spelling.format(close[0])}?" if close else ""
 
@@ -187,7 +190,8 @@ def check_range(value: Value, description: Setting, source: str) -> None:
         if not math.isfinite(value):
             raise ConfigError(f"{source}: {value!r} is not a finite number")
         if low is not None and value < low:
-            raise ConfigError(f"{source}: {value!r} is below the smallest allowed, {low:g}{unit}")
+            auto = "" if description.auto is None else f", or {AUTO_WORD}"
+            raise ConfigError(f"{source}: {value!r} is below the smallest allowed, {low:g}{unit}{auto}")
         if high is not None and value > high:
             raise ConfigError(f"{source}: {value!r} is above the largest allowed, {high:g}{unit}")
     if description.is_endpoint and (fault := endpoint_fault(str(value))):
@@ -287,11 +291,12 @@ def read_command_line(
     if unknown:
         flag = unknown[0].partition("=")[0]
         name = flag.removeprefix("--").replace("-", "_")
-        hint = elsewhere(name) or did_you_mean(flag, [flag_of(name) for name in settings_of(cls)])
+        known = [flag_of(name).removeprefix("--") for name in settings_of(cls)]
+        hint = elsewhere(name) or did_you_mean(flag.removeprefix("--"), known, "'--{}'")
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint or f'; see {prog} --help'}")
-    types, known = types_of(cls), settings_of(cls)
+    types, settings = types_of(cls), settings_of(cls)
     return {
-        name: parse_text(text, types[name], flag_of(name), describe(known[name]))
+        name: parse_text(text, types[name], flag_of(name), describe(settings[name]))
         for name, text in vars(found).items()
     }
 
@@ -344,6 +349,7 @@ def read_toml(path: str) -> dict[str, Mapping[str, object]]:
     for name, table in document.items():
         if not isinstance(table, dict):
             raise ConfigError(
-                f"{path}: {name!r} stands outside of a table; put it under a role, such as [prefill]"
+                f"{path}: {name!r} stands outside of a table; put it under that of a role, such as [up] or "
+                "[prefill]"
             )
     return dict(document)

@@ -68,6 +68,9 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 1.0
 REJECTED_BACKOFF_S = 5.0
 QUIET_S = 0.4  # seconds of silence before a connected worker sends a Hello
+SILENT_S = (
+    5.0  # seconds without any answer before the first line of the log about it; the next waits twice as long
+)
 LOST_AFTER_S = 1.4  # seconds of unanswered Hellos, so that work for a dead router ends within two seconds
 LEFT = "it said goodbye"  # the reason of a loss that is no fault
 OUTBOX_LIMIT = 4096  # messages
@@ -107,6 +110,7 @@ class LinkMachine:
         self._next_hello = now
         self._asked_at = float("-inf")
         self._asking_since: float | None = None  # time of the first unanswered Hello
+        self._tell_after_s = SILENT_S
         self._was_heard = False
         self._is_doubted = False
         self._is_introduced = True  # False: no Hello has announced the new generation yet
@@ -140,6 +144,14 @@ class LinkMachine:
         """Whether a loss waits to be reported by `advance`."""
         return bool(self._lost)
 
+    def new_silence(self, now: float) -> float:
+        """The seconds for which nobody has answered, when it is time to tell so; otherwise 0.0."""
+        silence_s = 0.0 if self._asking_since is None else now - self._asking_since
+        if silence_s < self._tell_after_s:
+            return 0.0
+        self._tell_after_s *= 2
+        return silence_s
+
     def hear(self, message: ControlDown) -> bool:
         """Processes a message from the router.
 
@@ -169,6 +181,7 @@ class LinkMachine:
         if self._was_heard:
             self._was_heard = False
             self._asking_since = None
+            self._tell_after_s = SILENT_S
             self._backoff_s = FIRST_BACKOFF_S
             # repeated Cancels do not keep a rejected worker from greeting again
             is_quiet = self._is_introduced and not self._is_doubted and not self._has_missed
@@ -437,7 +450,13 @@ class ControlLink(LinkQueues):
     def tick(self, now: float) -> str:
         if self._connection.tick(now):
             self._machine.broke()
-        return super().tick(now)
+        lost = super().tick(now)
+        if silence_s := self._machine.new_silence(now):
+            logger.warning(
+                "no router answers yet; start it, or correct --router",
+                extra=fields(endpoint=self.endpoint, for_s=round(silence_s)),
+            )
+        return lost
 
     def close(self) -> None:
         """Closes the socket after a short linger for sent messages. Idempotent."""

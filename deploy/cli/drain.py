@@ -94,7 +94,7 @@ def process_of(worker: Mapping[str, Any], host: str) -> psutil.Process:
 def _run(argv: list[str]) -> int:
     if not argv or argv[0].startswith("-"):
         read_command_line(DrainConfig, argv, PROG, SUMMARY)  # --help
-        raise ConfigError(f"no NODE given; write {PROG} INSTANCE or {PROG} PID")
+        raise ConfigError(f"no worker named; write {PROG} INSTANCE or {PROG} PID")
     config = DrainConfig(**read_command_line(DrainConfig, argv[1:], PROG, SUMMARY))  # type: ignore[arg-type]
     client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
     worker = worker_of(client.get("/status"), argv[0])

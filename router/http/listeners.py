@@ -1,6 +1,7 @@
 """The listening sockets of the HTTP API: the clients' port, which other routers may share, the router's own
 port, and the port of probes."""
 
+import os
 import socket
 from dataclasses import dataclass
 
@@ -65,5 +66,6 @@ def _listen(host: str, port: int, flag: str, *, is_shared: bool = False) -> sock
         made.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)  # accepted connections inherit it
         return made
     except OSError as error:
-        reason = error.strerror or str(error)
+        # `create_server` writes the address into its error, too
+        reason = os.strerror(error.errno) if error.errno else str(error)
         raise StartupError(f"cannot listen on {host} port {port}: {reason}; choose another {flag}") from None

@@ -42,7 +42,10 @@ WRONG = [
     ("bench checkpoint", "DIR"),
     ("doctor --roles cook", "'cook'"),
     ("doctor --config /nope.toml", "--config /nope.toml"),
-    ("drain", "NODE"),
+    ("drain", "INSTANCE"),
+    ("draft", "required: COMMAND; see `baton draft --help`"),
+    ("chat --model x", "unknown argument '--model'; see baton chat --help"),
+    ("prefill --page-size -1", "below the smallest allowed, 1 tokens, or auto"),
     ("role", "NODE prefill"),
     ("role 3f2a decoder", "did you mean 'decode'"),
     ("plan", "--model DIR"),
@@ -60,6 +63,7 @@ WRONG = [
 @pytest.mark.parametrize(("line", "words"), WRONG)
 def test_a_wrong_command_line_ends_with_2(capsys, monkeypatch, tmp_path, line, words):
     monkeypatch.setattr(os, "environ", {**os.environ})  # commands set variables
+    (tmp_path / "config.json").write_text("{}")
     try:
         code = main(line.format(here=tmp_path).split(" "))
     except SystemExit as ended:  # argparse's way

@@ -13,6 +13,7 @@ from baton.cluster.net.control_link import (
     OUTBOX_LIMIT,
     QUIET_S,
     REJECTED_BACKOFF_S,
+    SILENT_S,
     ControlLink,
     LinkMachine,
 )
@@ -93,6 +94,20 @@ def test_hello_is_repeated_with_growing_pauses_until_welcome():
     assert pauses[:4] == pytest.approx([0.1, 0.2, 0.4, 0.8], abs=0.06)
     assert all(a <= b + 0.06 for a, b in itertools.pairwise(pauses))
     assert max(pauses) <= LONGEST_BACKOFF_S + 0.06
+
+
+@pytest.mark.parametrize("was_sent", [True, False], ids=["nobody reads", "nobody listens"])
+def test_a_silence_is_told_at_growing_intervals_until_an_answer(was_sent: bool):
+    machine, told = LinkMachine(HELLO, 0.0), []
+    for now in (step / 10 for step in range(400)):
+        if machine.advance(now)[0]:
+            machine.asked(now, was_sent=was_sent)
+        if machine.new_silence(now):
+            told.append(now)
+    assert told == pytest.approx([SILENT_S, 2 * SILENT_S, 4 * SILENT_S], abs=0.11)
+    machine.hear(welcome())
+    machine.advance(40.0)
+    assert not machine.new_silence(40.0 + SILENT_S)
 
 
 def test_welcome_connects_and_only_the_first_is_passed_on():
@@ -446,6 +461,16 @@ def test_messages_for_a_lost_router_are_not_sent_to_its_successor(new_router, li
     while not isinstance(heard[-1], Goodbye):
         heard.append(successor.next())
     assert not any(isinstance(message, Tokens) for message in heard)
+
+
+def test_a_link_without_a_router_says_so_with_its_address(link, caplog):
+    now = time.monotonic()
+    link.tick(now)
+    assert not caplog.messages
+    link.tick(now + SILENT_S)
+    assert [
+        (each.getMessage(), each.fields["endpoint"], each.fields["for_s"]) for each in caplog.records
+    ] == [("no router answers yet; start it, or correct --router", link.endpoint, SILENT_S)]
 
 
 def test_closing_twice_is_harmless(link):

@@ -1,9 +1,8 @@
 """Laws of checkpoints from the hub: one download per id, directories for children, names for clients."""
 
-from pathlib import Path
-
 import pytest
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, RouterConfig
+from baton.cluster.errors import ConfigError
 from baton.deploy.up.local_checkpoints import fetch_once, head_of, with_directories
 from baton.engine import hub
 from baton.engine.errors import CheckpointError
@@ -46,22 +45,37 @@ def test_children_get_directories_and_the_hub_is_asked_once_per_id(asked, tmp_pa
     assert [child.served_model for child in (router, prefill, decode)] == ["model", "model", "x"]
 
 
-def test_a_head_that_does_not_draft_is_not_downloaded(asked):
-    with_directories(DecodeConfig(model="/m", draft="org/head", no_draft=True), fetch_once())
+@pytest.fixture
+def checkpoint(tmp_path):
+    """The directory of a checkpoint."""
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text("{}")
+    return tmp_path / "here"
+
+
+def test_a_head_that_does_not_draft_is_not_downloaded(asked, checkpoint):
+    with_directories(DecodeConfig(model=str(checkpoint), draft="org/head", no_draft=True), fetch_once())
     assert asked == []
 
 
-def test_lookup_has_no_checkpoint_to_download(asked):
-    config = DecodeConfig(model="/m", draft="ngram")
+def test_lookup_has_no_checkpoint_to_download(asked, checkpoint):
+    config = DecodeConfig(model=str(checkpoint), draft="ngram")
     assert head_of(config) == ""
     assert with_directories(config, fetch_once()) == config
     assert asked == []
 
 
-def test_a_directory_stays_and_keeps_its_name(asked, tmp_path):
-    config = PrefillConfig(model=str(tmp_path))
+def test_a_directory_stays_and_keeps_its_name(asked, checkpoint):
+    config = PrefillConfig(model=str(checkpoint), draft=str(checkpoint))
     assert with_directories(config, fetch_once()) == config
     assert asked == []
+
+
+def test_a_directory_without_a_checkpoint_is_refused_before_children_start(checkpoint, tmp_path):
+    for flag, names in (("--model", (tmp_path, checkpoint)), ("--draft", (checkpoint, tmp_path))):
+        config = PrefillConfig(**dict(zip(("model", "draft"), map(str, names), strict=True)))
+        with pytest.raises(ConfigError, match=f"^{flag} '{tmp_path}' has no config.json; give the directory"):
+            with_directories(config, fetch_once())
 
 
 def test_a_download_that_fails_is_one_error_with_the_id_and_a_remedy(monkeypatch):
@@ -90,7 +104,6 @@ def test_each_refusal_of_the_hub_names_its_remedy(monkeypatch):
     assert "(LocalEntryNotFoundError); name a directory" in refused(LocalEntryNotFoundError, "")
 
 
-def test_a_relative_directory_is_absolute_for_children(tmp_path, monkeypatch):
-    (tmp_path / "here").mkdir()
-    monkeypatch.chdir(tmp_path)
-    assert fetch_once()("here", "--model") == Path(tmp_path / "here")
+def test_a_relative_directory_is_absolute_for_children(checkpoint, monkeypatch):
+    monkeypatch.chdir(checkpoint.parent)
+    assert fetch_once()("here", "--model") == checkpoint
