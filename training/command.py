@@ -27,7 +27,7 @@ from .optimizers import ADAMW, NAMES
 from .progress import progress_bar
 from .samples import SampleSet, SampleWriter, read_samples
 from .swap import RolledBack, SwapSettings, swap_heads
-from .trainer import Trainer, TrainSettings, joined_ranks
+from .trainer import Trainer, TrainSettings, joined_ranks, num_ranks
 
 PROG = "baton draft"
 HEAD = "head"  # folder of the trained head below --out
@@ -40,7 +40,20 @@ class WrongOption(CheckpointError):
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `baton draft collect|train|evaluate|swap` and returns its exit code."""
+    """Runs `baton draft collect|train|evaluate|swap` and returns its exit code. A rank of torchrun ends here.
+
+    The threads of a process group may abort a process that ends by itself, and torchrun then ends rank 0,
+    which may still write the head.
+    """
+    code = _run(argv)
+    if num_ranks() > 1:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    return code
+
+
+def _run(argv: Sequence[str]) -> int:
     try:
         options = _parser().parse_args(list(argv))
     except WrongOption as error:

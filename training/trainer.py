@@ -64,10 +64,15 @@ class Ranks:
             dist.barrier()
 
 
+def num_ranks() -> int:
+    """The processes of torchrun; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
 @contextlib.contextmanager
 def joined_ranks(device: torch.device) -> Iterator[Ranks]:
     """The ranks of torchrun, joined until the block ends; without torchrun, this process alone."""
-    count = int(os.environ.get("WORLD_SIZE", "1"))
+    count = num_ranks()
     if count == 1:
         yield Ranks()
         return
