@@ -9,7 +9,7 @@ class CheckpointError(ValueError):
 
 
 class UnknownCheckpoint(CheckpointError):
-    """A setting names a checkpoint that is neither the directory of one nor a hub id."""
+    """A setting names a checkpoint that is neither a directory nor a hub id."""
 
 
 class UnsupportedInput(ValueError):

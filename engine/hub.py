@@ -27,15 +27,11 @@ def resolve_checkpoint(name: str, setting: str = "--model", bar: type[Any] | Non
     A name that is no directory is a hub id, downloaded or found in the hub's cache. Downloads show `bar`, a
     class like tqdm, by default the hub's own on a terminal.
 
-    Raises UnknownCheckpoint if `name` is neither, or a directory without a config.json, and CheckpointError
-    if the download fails. Both name `setting`, which gave the name.
+    Raises UnknownCheckpoint if `name` is neither, and CheckpointError if the download fails. Both name
+    `setting`, which gave the name.
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UnknownCheckpoint(
-                f"{setting} {name!r} has no config.json; give the directory of a Hugging Face checkpoint"
-            )
         return path
     if not is_hub_id(name):
         raise UnknownCheckpoint(f"{setting} {name!r} is neither a directory nor a hub id (owner/name)")

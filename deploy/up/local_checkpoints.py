@@ -52,15 +52,16 @@ def head_of(config: EngineSettings) -> str:
 def with_directories(config: C, fetch: Fetch) -> C:
     """`config` with the directories of its hub ids. Clients still name the model by the id's last part.
 
-    Raises what `fetch` raises, for directories, too.
+    Raises what `fetch` raises, also for the directory of a head, and ConfigError for a head without a config.
     """
     changed: dict[str, Any] = {}
-    if isinstance(config, ModelSettings) and config.model:
-        found = fetch(config.model, "--model")
-        if is_hub_id(config.model):
-            changed.update(model=str(found), served_model=config.served_name)
+    if isinstance(config, ModelSettings) and is_hub_id(config.model):
+        changed["model"] = str(fetch(config.model, "--model"))
+        changed["served_model"] = config.served_name
     if isinstance(config, EngineSettings) and head_of(config):
         found = fetch(config.draft, "--draft")
+        if not (found / "config.json").is_file():
+            raise ConfigError(f"--draft {config.draft!r} has no config.json; give the directory of a head")
         if is_hub_id(config.draft):
             changed["draft"] = str(found)
     return dataclasses.replace(config, **changed)
