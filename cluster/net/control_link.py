@@ -68,9 +68,7 @@ FIRST_BACKOFF_S = 0.1
 LONGEST_BACKOFF_S = 1.0
 REJECTED_BACKOFF_S = 5.0
 QUIET_S = 0.4  # seconds of silence before a connected worker sends a Hello
-SILENT_S = (
-    5.0  # seconds without any answer before the first line of the log about it; the next waits twice as long
-)
+SILENT_S = 5.0  # seconds without an answer before a line of the log; each further one waits twice as long
 LOST_AFTER_S = 1.4  # seconds of unanswered Hellos, so that work for a dead router ends within two seconds
 LEFT = "it said goodbye"  # the reason of a loss that is no fault
 OUTBOX_LIMIT = 4096  # messages
