@@ -1,4 +1,6 @@
-"""Attention of a decode step over a pool with window pages: a row plan for each kind of pages."""
+"""Attention over a pool with window pages: each layer by that of its pages, decode steps by row plans."""
+
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -7,10 +9,41 @@ from ..kernels.kv_store import kv_rows
 from ..kernels.normed_linear import UnscaledRows
 from ..kernels.rotate_store import HeadNorms
 from .kv.window_pool import WindowedPool
+from .models.layers import RotatingAttend
 from .row_attention import RowPlan
 
 
-class WindowedRowPlan:
+class AttendByLayer:
+    """A `RotatingAttend` that passes each layer on to the one of its pages.
+
+    `places`: (has window pages, its number among such layers) of each layer.
+    """
+
+    def __init__(self, places: Sequence[tuple[bool, int]], attends: Mapping[bool, RotatingAttend]) -> None:
+        self._places = places
+        self._attends = attends
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
+    ) -> torch.Tensor:
+        is_windowed, number = self._places[layer]
+        return self._attends[is_windowed](number, q, k, v, form)
+
+    def rotate_attend(
+        self,
+        layer: int,
+        heads: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        form: AttentionForm = PLAIN_FORM,
+        norms: HeadNorms | None = None,
+    ) -> torch.Tensor:
+        """As `RotatingAttend.rotate_attend`."""
+        is_windowed, number = self._places[layer]
+        return self._attends[is_windowed].rotate_attend(number, heads, cos, sin, form, norms)
+
+
+class WindowedRowPlan(AttendByLayer):
     """As `RowPlan`, whose methods pass each layer on to the plan of its pages.
 
     `slots` int64 `[B*N]` are those of the rows, of which `rows` are the rows of `kv_rows`. The constructor
@@ -31,7 +64,6 @@ class WindowedRowPlan:
     ) -> None:
         pages, window_slots = pool.places(page_table, slots)
         window_rows = kv_rows(window_slots, pool.part.kv)
-        self._places = pool.layout.places
         self._plans = {
             True: RowPlan(
                 pool.part,
@@ -47,26 +79,13 @@ class WindowedRowPlan:
             self._plans[False] = RowPlan(
                 pool, rows, page_table, kv_lens, tree_mask, is_recorded=is_recorded, is_invariant=is_invariant
             )
+        super().__init__(pool.layout.places, self._plans)
 
     def attend(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
     ) -> torch.Tensor:
         """As `RowPlan.attend`."""
-        is_windowed, number = self._places[layer]
-        return self._plans[is_windowed].attend(number, q, k, v, form)
-
-    def rotate_attend(
-        self,
-        layer: int,
-        heads: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        form: AttentionForm = PLAIN_FORM,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        """As `RowPlan.rotate_attend`."""
-        is_windowed, number = self._places[layer]
-        return self._plans[is_windowed].rotate_attend(number, heads, cos, sin, form, norms)
+        return self(layer, q, k, v, form)
 
     def project_attend(
         self,
@@ -81,11 +100,6 @@ class WindowedRowPlan:
         """As `RowPlan.project_attend`."""
         is_windowed, number = self._places[layer]
         return self._plans[is_windowed].project_attend(number, rows, weight, bias, cos, sin, form)
-
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
-    ) -> torch.Tensor:
-        return self.attend(layer, q, k, v, form)
 
     def __repr__(self) -> str:
         return f"<WindowedRowPlan of {self._plans}>"

@@ -291,12 +291,12 @@ def read_command_line(
     if unknown:
         flag = unknown[0].partition("=")[0]
         name = flag.removeprefix("--").replace("-", "_")
-        known = [flag_of(name).removeprefix("--") for name in settings_of(cls)]
-        hint = elsewhere(name) or did_you_mean(flag.removeprefix("--"), known, "'--{}'")
+        names = [flag_of(setting).removeprefix("--") for setting in settings_of(cls)]
+        hint = elsewhere(name) or did_you_mean(flag.removeprefix("--"), names, "'--{}'")
         raise ConfigError(f"unknown argument {unknown[0]!r}{hint or f'; see {prog} --help'}")
-    types, settings = types_of(cls), settings_of(cls)
+    types, known = types_of(cls), settings_of(cls)
     return {
-        name: parse_text(text, types[name], flag_of(name), describe(settings[name]))
+        name: parse_text(text, types[name], flag_of(name), describe(known[name]))
         for name, text in vars(found).items()
     }
 

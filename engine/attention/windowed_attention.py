@@ -4,17 +4,16 @@ Two backends of one kind run in turn, one for each kind of pages. Pages and slot
 of the batch, mapped through the pool's table, once for all layers of a forward.
 """
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
-from ...kernels.rotate_store import HeadNorms
 from ..batch.forward_batch import ForwardBatch
 from ..graphs.errors import GraphError
 from ..kv.window_pool import WindowedPool
 from ..models.layers import Attend, More, Read, RotatingAttend
+from ..windowed_rows import AttendByLayer
 from .backend import PagedAttention
 from .metadata import AttentionMetadata, contents_of, context_slots, plan
 from .places import RequestPlaces
@@ -101,10 +100,10 @@ class WindowedAttention:
         if not self.recordable_context:
             raise GraphError(f"{self!r} cannot be recorded; break the graph at attention")
         pages, window_slots = self.pool.places(places.page_table, slots)
-        attends = {True: self._windowed.recorded(replace(places, page_table=pages), window_slots)}
+        attends = {True: _recorded(self._windowed, replace(places, page_table=pages), window_slots)}
         if self.pool.layout.num_full:
-            attends[False] = self._full.recorded(places, slots)
-        return _AttendByLayer(self.pool.layout.places, attends)
+            attends[False] = _recorded(self._full, places, slots)
+        return AttendByLayer(self.pool.layout.places, attends)
 
     def _parts(self, metadata: WindowedMetadata) -> dict[bool, tuple[PagedAttention, AttentionMetadata]]:
         """(backend, plan) of each kind of pages that some layer has."""
@@ -121,33 +120,7 @@ class WindowedAttention:
         return parts
 
 
-class _AttendByLayer:
-    """The attention of a full graph, a `RotatingAttend`, which passes each layer on to that of its pages.
-
-    `places`: (has window pages, its number among such layers) of each layer.
-    """
-
-    def __init__(self, places: Sequence[tuple[bool, int]], attends: Mapping[bool, Attend]) -> None:
-        self._places = places
-        self._attends = attends
-
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
-    ) -> torch.Tensor:
-        is_windowed, number = self._places[layer]
-        return self._attends[is_windowed](number, q, k, v, form)
-
-    def rotate_attend(
-        self,
-        layer: int,
-        heads: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        form: AttentionForm = PLAIN_FORM,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        """As `RotatingAttend.rotate_attend`."""
-        is_windowed, number = self._places[layer]
-        attend = self._attends[is_windowed]
-        assert isinstance(attend, RotatingAttend), attend
-        return attend.rotate_attend(number, heads, cos, sin, form, norms)
+def _recorded(backend: PagedAttention, places: RequestPlaces, slots: torch.Tensor) -> RotatingAttend:
+    found = backend.recorded(places, slots)
+    assert isinstance(found, RotatingAttend), found
+    return found

@@ -140,7 +140,7 @@ class PrefillGraphs:
         buckets: Sequence[int],
         attention: AttentionBackend,
     ) -> None:
-        config, most = model.config, max(buckets)
+        most = max(buckets)
         ids, positions, slots = (torch.zeros(most, dtype=torch.int64, device=pool.device) for _ in range(3))
         self.model = model
         self.tokens: TokenGraphs[Hidden] = TokenGraphs(
@@ -148,14 +148,7 @@ class PrefillGraphs:
             GraphKind.TARGET_PREFILL,
             buckets,
             inputs={"input_ids": ids, "positions": positions, "slots": slots},
-            bridge=AttentionBridge.empty(
-                most,
-                config.query_heads,
-                config.head_dim,
-                model.dtype,
-                pool.device,
-                value_dim=config.value_dim,
-            ),
+            bridge=bridge_of(model, most, pool.device),
             kv_pool=pool,
             body=self._body,
             parameters=model.tensors,
@@ -196,6 +189,14 @@ class PrefillGraphs:
     def _body(self, inputs: Sequence[torch.Tensor], attend: Attend) -> Hidden:
         ids, positions = inputs
         return body_of(self.model, ids, positions, attend)
+
+
+def bridge_of(model: CausalLM, max_tokens: int, device: torch.device) -> AttentionBridge:
+    """Where the attention of up to `max_tokens` rows crosses a break."""
+    config = model.config
+    return AttentionBridge.empty(
+        max_tokens, config.query_heads, config.head_dim, model.dtype, device, value_dim=config.value_dim
+    )
 
 
 def body_of(model: CausalLM, ids: torch.Tensor, positions: torch.Tensor, attend: Attend) -> Hidden:

@@ -16,16 +16,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ...kernels.attention_form import PLAIN_FORM, AttentionForm
 from ...kernels.latent_store import is_latent
-from ...kernels.rotate_store import HeadNorms, rotate_store
 from ...kernels.triton_jit import ALIGNMENT, Launch, planned_launches
 from ..attention.metadata import MAX_UNIFORM_ROWS
 from ..batch.forward_batch import ForwardBatch
 from ..graphs.breakable import Breaks
+from ..graphs.token_graphs import AttendContext, read_nothing
 from ..kv.page_table import pages_for
-from ..kv.pool import KVPool
 from ..models.interface import CausalLM
+from ..models.layers import Attend
 from ..runner.model_runner import ModelRunner
-from ..runner.target_graphs import aux_ids_of
+from ..runner.target_graphs import aux_ids_of, body_of, bridge_of
 from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill, reads_features
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.drafting.shape import DraftShape
@@ -122,7 +122,7 @@ class VariantPlanner:
         """Forwards of the target over prompts: each number of rows once, attention for each batch."""
         most = max(batch.num_tokens for batch in batches)
         inputs = [self._body(count) for count in sizes(most)][-1]
-        self._body(most, rotates=True)  # as in graphs
+        self._recorded_body(most)
         seen_forms = one_of_each(inputs.forms)
         for number, batch in enumerate(batches):
             attention = self.runner.attention
@@ -180,20 +180,37 @@ class VariantPlanner:
             logit_rows=torch.zeros(len(ends), dtype=torch.int64, device=device),
         )
 
-    def _body(self, count: int, *, rotates: bool = False) -> "_Inputs":
-        """A forward of `count` rows with the logits of its last row; returns the inputs of its attention.
-
-        `rotates`: attention rotates, where layers let it, and there are no logits.
-        """
+    def _body(self, count: int) -> "_Inputs":
+        """A forward of `count` rows with the logits of its last row; returns the inputs of its attention."""
         model, device = self.runner.model, self.runner.pool.device
-        ids, positions, slots = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(3))
-        attend = (_RotatingRecorder if rotates else _InputRecorder)(
-            self.runner.pool, slots, model.config.value_dim
-        )
-        hidden, _ = model.body(model.embed(ids), positions, attend, aux_ids_of(model))
-        for rows in () if rotates else sizes(min(count, self.reach.max_prompts)):
+        seen: list[_Inputs] = []
+        forms: list[AttentionForm] = []
+
+        def attend(
+            layer: int,
+            q: torch.Tensor,
+            k: torch.Tensor,
+            v: torch.Tensor,
+            form: AttentionForm = PLAIN_FORM,
+        ) -> torch.Tensor:
+            forms.append(form)
+            seen.append(_Inputs(q, k, v, forms, is_latent(self.runner.pool.kv)))
+            return torch.empty(*q.shape[:2], model.config.value_dim, dtype=q.dtype, device=q.device)
+
+        ids, positions = (torch.zeros(count, dtype=torch.int64, device=device) for _ in range(2))
+        takes: Attend = attend
+        hidden, _ = model.body(model.embed(ids), positions, takes, aux_ids_of(model))
+        for rows in sizes(min(count, self.reach.max_prompts)):
             model.compute_logits(hidden[:rows].clone())
-        return attend.inputs()
+        return seen[-1]
+
+    def _recorded_body(self, count: int) -> None:
+        """A forward of `count` rows as a graph with breaks records it, whose attention rotates."""
+        model, pool = self.runner.model, self.runner.pool
+        ids, positions, slots = (torch.zeros(count, dtype=torch.int64, device=pool.device) for _ in range(3))
+        breaks = Breaks(AttendContext(num_rows=count, read=read_nothing))
+        attend = bridge_of(model, count, pool.device).attend(breaks, pool, slots)
+        body_of(model, ids, positions, attend)
 
     def _kinds(self, steps: StepGraphs) -> list[StepKind]:
         """One kind of step per shape, with all that a step of it may launch."""
@@ -259,45 +276,3 @@ class _Inputs:
         if self.q.shape[2] % ALIGNMENT:
             q, k, v = (x.clone(memory_format=torch.contiguous_format) for x in (q, k, v))
             yield q, k, v
-
-
-class _InputRecorder:
-    """An `Attend` that keeps its inputs, and whose results `[T, N, value_dim]` have no values."""
-
-    def __init__(self, pool: KVPool, slots: torch.Tensor, value_dim: int) -> None:
-        self._pool = pool
-        self._store_rows = pool.store_rows(slots)
-        self._value_dim = value_dim
-        self._forms: list[AttentionForm] = []
-        self._newest: tuple[torch.Tensor, ...] = ()
-
-    def __call__(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, form: AttentionForm = PLAIN_FORM
-    ) -> torch.Tensor:
-        self._forms.append(form)
-        self._newest = q, k, v
-        return q.new_empty(*q.shape[:2], self._value_dim)
-
-    def inputs(self) -> _Inputs:
-        """Those of the last layer, and the forms of all."""
-        q, k, v = self._newest
-        return _Inputs(q, k, v, self._forms, is_latent(self._pool.kv))
-
-
-class _RotatingRecorder(_InputRecorder):
-    """A `RotatingAttend`."""
-
-    def rotate_attend(
-        self,
-        layer: int,
-        heads: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        form: AttentionForm = PLAIN_FORM,
-        norms: HeadNorms | None = None,
-    ) -> torch.Tensor:
-        """As `RotatingAttend.rotate_attend`."""
-        kv, number, rows = self._store_rows(layer)
-        q = rotate_store(kv, number, rows, heads, cos, sin, norms)
-        split = -2 * kv.shape[4]
-        return self(layer, q, heads[:, split : split // 2], heads[:, split // 2 :], form)

@@ -8,11 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from baton.tests.gpu.rank_checks import in_own_process, share_cards
-from baton.tests.parity.dp_cases import Asked, DpCases
+from baton.tests.parity.dp_cases import DpCases
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, write_head
 from baton.tests.parity.test_dp_attention import LAYERS, check
-from baton.tests.parity.toy_engine import random_ids
-from baton.tests.parity.toy_models import reference_greedy, reference_model
+from baton.tests.parity.test_dp_three_ranks import ASKED, answered
 
 pytestmark = [
     pytest.mark.gpu,
@@ -51,13 +50,7 @@ def test_two_gpus_say_what_transformers_says(
     check(ranks, toy_checkpoint(family), head if draft == "head" else "", **SIZES, **settings)
 
 
-NUM_TOKENS = 9
-OF_FOUR = {
-    0: [(9, 0)],
-    1: [(14, 3), (21, 3)],
-    2: [],
-    3: [(33, 2)],
-}  # lengths, rounds before they come, by rank
+OF_FOUR = {**ASKED, 3: [(33, 2)]}
 
 
 @pytest.mark.parametrize("way", ["graphs, experts cut by width", "graphs, chains"])
@@ -73,15 +66,7 @@ def test_four_ranks_of_which_one_is_idle_say_the_same(
 
 def check_four(path: Path, draft: Path | str, **settings: object) -> None:
     """Four ranks answer as transformers does."""
-    model = reference_model(path)
-    asked = {
-        rank: [Asked(tuple(random_ids(length, seed=length)), NUM_TOKENS, at) for length, at in requests]
-        for rank, requests in OF_FOUR.items()
-    }
-    answers = [
-        [reference_greedy(model, list(each.ids), NUM_TOKENS) for each in requests]
-        for requests in asked.values()
-    ]
+    asked, answers = answered(path, OF_FOUR)
     cases = DpCases(len(OF_FOUR), "cuda")
     try:
         with cases.workers(path, draft, **SIZES, **settings) as workers:

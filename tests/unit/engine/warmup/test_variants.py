@@ -13,12 +13,12 @@ from baton.engine.batch.forward_batch import ForwardBatch
 from baton.engine.config import EngineConfig
 from baton.engine.engine import Engine
 from baton.engine.graphs.breakable import Breaks
-from baton.engine.graphs.token_graphs import AttendContext, AttentionBridge
+from baton.engine.graphs.token_graphs import AttendContext
 from baton.engine.hub import NGRAM
 from baton.engine.kv.page_table import pages_for
 from baton.engine.loader import EngineLoader
 from baton.engine.request import Request
-from baton.engine.runner.target_graphs import body_of
+from baton.engine.runner.target_graphs import body_of, bridge_of
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafters.protocol import (
     MAX_PREFILL_ROWS,
@@ -100,11 +100,9 @@ def random_lens(rng: random.Random, rows: int, prompts: int, context: int) -> tu
 
 def forward_across_breaks(engine: Engine, batch: ForwardBatch) -> None:
     """The body of the target over `batch` as a graph records it, with attention in breaks."""
-    runner, config = engine.runner, engine.runner.model.config
+    runner = engine.runner
     read = runner.attention.bind_reads(runner.attention.plan(batch))
-    sizes = batch.num_tokens, config.query_heads, config.head_dim
-    device, value_dim = engine.pool.device, config.value_dim
-    bridge = AttentionBridge.empty(*sizes, runner.model.dtype, device, value_dim=value_dim)
+    bridge = bridge_of(runner.model, batch.num_tokens, engine.pool.device)
     breaks = Breaks(AttendContext(num_rows=batch.num_tokens, read=read))
     attend = bridge.attend(breaks, engine.pool, batch.slots)
     body_of(runner.model, batch.input_ids, batch.positions, attend)
