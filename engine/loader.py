@@ -520,7 +520,7 @@ class EngineLoader:
         layers = experts = 0
         for name, weight in self._model.tensors():
             # 4-bit values are packed into larger integers
-            is_packed = weight.dtype in (torch.uint8, torch.int16)
+            is_packed = weight.dtype in (torch.uint8, torch.int16) or name.endswith("qweight")
             count = 2 * weight.nbytes if is_packed else weight.numel()
             if ".experts." in name:
                 experts += count

@@ -4,9 +4,10 @@ Experts may have biases, and the gate of gpt-oss: (clamp(up, -limit, limit) + 1)
 g = min(gate, limit), instead of silu(gate) * up.
 
 Both products are grouped: a tile of rows shares the weights of one expert. With few slots, each slot is a
-tile of its own, since the experts differ anyway, and no grouping is launched. A product is one chain of
-matrix instructions along the inner dimension, as in `skinny_linear`, and the experts of a row are added in
-the order of its choices, so the bits of a row do not depend on the rows beside it.
+tile of its own, since the experts differ anyway, and no grouping is launched. With many, `prompt_experts`
+multiplies where it can. A product is one chain of matrix instructions along the inner dimension, as in
+`skinny_linear`, and the experts of a row are added in the order of its choices, so the bits of a row do not
+depend on the rows beside it.
 
 Of experts that are elsewhere nothing is computed: a row's sum is over those that are here.
 
@@ -25,6 +26,7 @@ import torch.nn.functional as F
 from .combine_experts import combine_experts_reference, combine_experts_triton
 from .expert_products import expert_tiles, store_expert_tile
 from .invariant_rows import exp_rounded, linear_rows, silu_mul_rows
+from .prompt_experts import TILE_ROWS, can_multiply, prompt_product_triton
 from .silu_mul import silu_mul_reference
 from .triton_jit import cdiv, jit_varying, tl
 
@@ -212,6 +214,10 @@ class ExpertTile(NamedTuple):
     num_stages: int
 
 
+# Slots of an expert, on average, up to which tiles are small. More are those of a prompt. Each of the ranges
+# between these numbers holds a power of two of rows, so a dry run over powers of two finds all kernels.
+FEW_SLOTS, SOME_SLOTS = MIN_TILE_ROWS, 48
+
 # float32 has no matrix instruction of full precision; it is for tests.
 FLOAT32 = ExpertTile(rows=MIN_TILE_ROWS, out=32, inner=32, num_warps=4, num_stages=2)
 
@@ -223,9 +229,9 @@ def expert_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> ExpertT
     if dtype == torch.float32:
         return FLOAT32
     share = num_slots // num_experts
-    if share <= MIN_TILE_ROWS:
+    if share <= FEW_SLOTS:
         return ExpertTile(rows=MIN_TILE_ROWS, out=64, inner=128, num_warps=4, num_stages=3)
-    if share <= 48:
+    if share <= SOME_SLOTS:
         return ExpertTile(rows=32, out=64, inner=128, num_warps=4, num_stages=3)
     return ExpertTile(rows=64, out=128, inner=64, num_warps=8, num_stages=3)
 
@@ -240,11 +246,13 @@ def expert_mlp_triton(
     form: ExpertForm = PLAIN_EXPERTS,
     tile: ExpertTile | None = None,
     is_grouped: bool | None = None,
+    is_prompt: bool | None = None,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]`, `ids` int32 and `weights` float32 `[T, K]`, `gate_up` `[E, 2*I, H]`, `down`
-    `[E, H, I]`; returns `[T, H]`. `tile` and `is_grouped` are chosen by the shapes.
+    `[E, H, I]`; returns `[T, H]`.
 
-    Raises ValueError as `expert_mlp`.
+    `tile`, `is_grouped` and `is_prompt`, for the products of `prompt_experts`, are chosen by the shapes and
+    the device. None of them changes the bits. Raises ValueError as `expert_mlp`.
     """
     _check(x, ids, weights, gate_up, down)
     num_rows, top_k = ids.shape
@@ -254,8 +262,12 @@ def expert_mlp_triton(
         return x.new_empty(x.shape)
     is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
     is_part = form.total > 0
+    if is_prompt is None:
+        share = num_slots // (form.total or num_experts)
+        is_prompt = tile is None and is_grouped and share > SOME_SLOTS and can_multiply(x, gate_up, down)
     tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
-    tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, is_grouped, form.first)
+    tile_rows = TILE_ROWS if is_prompt else tile.rows
+    tiles, num_tiles = expert_tiles(ids, num_experts, tile_rows, is_grouped, form.first)
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, hidden, dtype=x.dtype, device=x.device)
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -263,6 +275,19 @@ def expert_mlp_triton(
         (x, gate_up, form.gate_up_bias, inner, top_k),
         (inner, down, form.down_bias, outputs, 1),
     ):
+        if is_prompt:
+            prompt_product_triton(
+                source,
+                weight,
+                bias,
+                target,
+                tiles,
+                slots_a_row=slots_a_row,
+                is_gated=weight is gate_up,
+                limit=form.limit,
+                alpha=form.alpha,
+            )
+            continue
         out_size = target.shape[1]
         _expert_kernel[(num_tiles * cdiv(out_size, tile.out),)](
             source,

@@ -14,7 +14,8 @@ import torch
 
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
-BLOCK_SLOTS = 1024
+# Slots that a program looks at in a step, in small tiles and in those of many rows, which many slots have.
+BLOCK_SLOTS, MANY_ROWS, MANY_SLOTS = 1024, 64, 8192
 
 
 class ExpertTiles(NamedTuple):
@@ -114,8 +115,8 @@ def group_experts_triton(ids: torch.Tensor, num_experts: int, tile_rows: int, fi
         first,
         TILE_ROWS=tile_rows,
         BLOCK_EXPERTS=next_power_of_2(num_experts + 1),
-        BLOCK=BLOCK_SLOTS,
-        num_warps=4,
+        BLOCK=MANY_SLOTS if tile_rows >= MANY_ROWS else BLOCK_SLOTS,
+        num_warps=8,
     )
     return tiles
 

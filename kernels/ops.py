@@ -69,8 +69,7 @@ torch.library.define(
 )
 torch.library.define(
     "baton::int4_linear",
-    "(Tensor x, Tensor weight, Tensor scales, Tensor zeros, Tensor? bias, bool is_gated, "
-    "bool is_invariant) -> Tensor",
+    "(Tensor x, Tensor weight, Tensor groups, Tensor? bias, bool is_gated, bool is_invariant) -> Tensor",
 )
 
 
@@ -380,15 +379,12 @@ def recorded_fp8_linear(
 def recorded_int4_linear(
     x: torch.Tensor,
     weight: torch.Tensor,
-    scales: torch.Tensor,
-    zeros: torch.Tensor,
+    groups: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
     is_gated: bool = False,
     is_invariant: bool = False,
 ) -> torch.Tensor:
     """`int4_linear.int4_linear` as one operation, so that a tape keeps no dequantised weight."""
-    out: torch.Tensor = torch.ops.baton.int4_linear.default(
-        x, weight, scales, zeros, bias, is_gated, is_invariant
-    )
+    out: torch.Tensor = torch.ops.baton.int4_linear.default(x, weight, groups, bias, is_gated, is_invariant)
     return out

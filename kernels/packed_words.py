@@ -5,8 +5,8 @@ input SPAN*p + UNIT*i + j in bits 4*i to 4*i + 3, so each quarter of a tile of w
 inputs, and a thread finds its words side by side, as a matrix instruction wants them. Inputs are filled up to
 whole parts with zeros.
 
-4-bit integers have int32 `scales` `[G, N]` for groups of 32, 64 or 128 inputs: a scale in float16 in the low
-half and the zero point above it. A value is (stored - zero) * scale. G is that of the filled inputs.
+4-bit integers have int32 `scales` `[G, N]` for groups of 32, 64 or 128 inputs, as in `int4_values`. G is that
+of the filled inputs.
 
 Legend: N outputs, H inputs, P parts of the inputs, G groups of inputs.
 """
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import torch
 
+from . import int4_values
 from .triton_jit import jit, tl
 
 UNIT = 32  # inputs of a quarter of a tile of words
@@ -37,8 +38,8 @@ def unpack_words(words: torch.Tensor) -> torch.Tensor:
 
 
 def pack_groups(scales: torch.Tensor, zeros: torch.Tensor, group: int) -> torch.Tensor:
-    """Scales in float16 and zero points 0 to 16, both `[G, N]` -> int32 `[G, N]`, G then filled up."""
-    words = zeros.to(torch.int32) << 16 | scales.view(torch.int16).to(torch.int32) & 0xFFFF
+    """As `int4_values.pack_groups`, G then filled up."""
+    words = int4_values.pack_groups(scales, zeros)
     fill = -words.shape[0] % (SPAN // group)
     return torch.nn.functional.pad(words, (0, 0, 0, fill)).contiguous()
 
@@ -47,8 +48,7 @@ def dequantise_words(
     words: torch.Tensor, scales: torch.Tensor, group: int, in_size: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """The values `[N, H]`, H = `in_size`, of a packed weight of integers, in `dtype`."""
-    low = torch.where(scales & 0x8000 != 0, scales & 0xFFFF | -0x10000, scales & 0xFFFF)
-    scale, zero = low.to(torch.int16).view(torch.float16).to(torch.float32), (scales >> 16).to(torch.float32)
+    scale, zero = int4_values.unpack_groups(scales)
     spread_scale, spread_zero = (each.t().repeat_interleave(group, dim=1) for each in (scale, zero))
     values = (unpack_words(words).to(torch.float32) - spread_zero) * spread_scale
     return values[:, :in_size].to(dtype)

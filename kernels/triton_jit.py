@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeGuard
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeGuard, TypeVar
 
 import torch
 
@@ -27,6 +27,7 @@ except ImportError:  # no wheel for this platform; nothing on it can call a laun
     JITFunction = object
 
 try:
+    from triton.experimental import gluon  # type: ignore[import-untyped]
     from triton.experimental.gluon import language as gl  # type: ignore[import-untyped]
     from triton.experimental.gluon._runtime import GluonJITFunction  # type: ignore[import-untyped]
     from triton.experimental.gluon.language.nvidia import hopper as warpgroups  # type: ignore[import-untyped]
@@ -36,7 +37,7 @@ try:
 
     mbarrier, tma = warpgroups.mbarrier, warpgroups.tma
 except (ImportError, AttributeError):
-    gl = mbarrier = tma = warpgroups = TileDescriptor = None
+    gl = gluon = mbarrier = tma = warpgroups = TileDescriptor = None
     GluonJITFunction = JITFunction
 
 __all__ = [
@@ -47,6 +48,7 @@ __all__ = [
     "PointerArgument",
     "Rows",
     "cdiv",
+    "constexpr_function",
     "descriptor_of",
     "gl",
     "gluon_jit",
@@ -69,6 +71,9 @@ __all__ = [
     "warpgroups",
     "watch_compilations",
 ]
+
+Given = ParamSpec("Given")
+Made = TypeVar("Made")
 
 ALIGNMENT = 16  # bytes of an address, and the factor of an integer, that Triton compiles variants for
 INT32_MAX = 2**31 - 1
@@ -127,6 +132,12 @@ def gluon_jit_varying(*names: str) -> Callable[[Callable[..., object]], Kernel]:
     return decorate
 
 
+def constexpr_function(function: Callable[Given, Made]) -> Callable[Given, Made]:
+    """Decorator: `function` makes constants of constants while a kernel in Gluon is compiled."""
+    made: Callable[Given, Made] = function if gluon is None else gluon.constexpr_function(function)
+    return made
+
+
 # --- launches that are planned and compiled before they run -------------------------------------------------
 
 
@@ -136,6 +147,11 @@ class PointerArgument:
 
     dtype: torch.dtype
     offset: int
+
+    @staticmethod
+    def of(x: torch.Tensor) -> PointerArgument:
+        """The argument that `x` is if its storage begins at an aligned address."""
+        return PointerArgument(x.dtype, int(x.storage_offset()) * x.element_size() % ALIGNMENT)
 
     def data_ptr(self) -> int:
         return self.offset
@@ -253,7 +269,7 @@ def planned_launch(
 
 def _argument(value: object) -> object:
     if isinstance(value, torch.Tensor):
-        return PointerArgument(value.dtype, int(value.storage_offset()) * value.element_size() % ALIGNMENT)
+        return PointerArgument.of(value)
     return value
 
 
@@ -335,12 +351,14 @@ def triton_version() -> str:
 
 def tensor_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> object:
     """A kernel argument that copies a `block` of the contiguous `x` in one operation."""
-    return TensorDescriptor.from_tensor(x, list(block))
+    return descriptor_of(_base_of(x), list(x.shape), list(x.stride()), list(block))
 
 
 def tile_descriptor(x: torch.Tensor, block: tuple[int, ...]) -> object:
-    """As `tensor_descriptor`, for kernels in Gluon: to shared memory, swizzled by 128 bytes."""
-    return TileDescriptor.from_tensor(x, list(block), _tile_layout(x.dtype))
+    """As `tensor_descriptor`, for kernels in Gluon: to shared memory, swizzled by 128 bytes or the block's
+    width.
+    """
+    return descriptor_of(_base_of(x), list(x.shape), list(x.stride()), list(block), is_tile=True)
 
 
 def is_descriptor(value: object) -> TypeGuard[Any]:
@@ -352,17 +370,28 @@ def is_tile_descriptor(value: object) -> bool:
     return TileDescriptor is not None and isinstance(value, TileDescriptor)
 
 
+def _base_of(x: torch.Tensor) -> torch.Tensor | PointerArgument:
+    """`x`, without its address in a dry run, where it has none."""
+    return x if _plan.get() is None else PointerArgument.of(x)
+
+
 def descriptor_of(
-    base: PointerArgument, shape: list[int], strides: list[int], block: list[int], *, is_tile: bool = False
+    base: torch.Tensor | PointerArgument,
+    shape: list[int],
+    strides: list[int],
+    block: list[int],
+    *,
+    is_tile: bool = False,
 ) -> object:
-    """The descriptor of a tensor that need not exist, for planned launches."""
+    """The descriptor of a tensor, which need not exist for planned launches."""
     if is_tile:
-        return TileDescriptor(base, shape, strides, block, _tile_layout(base.dtype))
+        return TileDescriptor(base, shape, strides, block, _tile_layout(base.dtype, block[-1]))
     return TensorDescriptor(base, shape, strides, block)
 
 
-def _tile_layout(dtype: torch.dtype) -> object:
-    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=8 * dtype.itemsize, rank=2)
+def _tile_layout(dtype: torch.dtype, width: int) -> object:
+    swizzle = min(128, width * dtype.itemsize)
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * dtype.itemsize, rank=2)
 
 
 def cdiv(n: int, size: int) -> int:

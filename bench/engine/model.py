@@ -147,9 +147,9 @@ def fill_stored(name: str, weight: torch.Tensor, generator: torch.Generator) -> 
     elif "_scale" in name:
         weight.fill_(SPREAD / FP8_SPREAD)
     elif weight.dtype == torch.int32:
-        is_zero = name.endswith("qzeros")
-        low, high = (0x77777777, 0x77777778) if is_zero else (-(2**31), 2**31)
-        weight.random_(low, high, generator=generator)
+        weight.random_(-(2**31), 2**31, generator=generator)
+        if name.endswith("qzeros"):  # 7 or 8, so that values have no mean, which every layer would multiply
+            weight.bitwise_and_(0x11111111).add_(0x77777777)
     elif weight.dtype == torch.float8_e4m3fn:
         values = torch.empty(weight.shape, dtype=torch.bfloat16, device=weight.device)
         weight.copy_(values.normal_(0, FP8_SPREAD, generator=generator))

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from baton.kernels.expert_mlp import expert_mlp
+from baton.kernels.expert_mlp import expert_mlp, expert_mlp_triton
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.kernels.route_experts import Routing
@@ -62,7 +62,7 @@ def test_long_prompts_are_attended_as_defined(heads: tuple[int, int], dtype: tor
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_bits_of_an_experts_row_do_not_depend_on_the_rows_beside_it(dtype: torch.dtype):
-    """Alone it is not grouped, in a batch it is, with three sizes of tiles."""
+    """Alone it is not grouped, in a batch it is, in small tiles or in those for prompts."""
     num_experts, top_k, hidden, inner = 16, 4, 256, 192
     x, ids = randn(1200, hidden, dtype=dtype).cuda(), choices(1200, num_experts, top_k).cuda()
     weights = torch.softmax(randn(1200, top_k, seed=3), -1).cuda()
@@ -76,21 +76,45 @@ def test_bits_of_an_experts_row_do_not_depend_on_the_rows_beside_it(dtype: torch
         assert torch.equal(together[:8], alone), count
 
 
-def test_a_graph_of_experts_follows_the_choices_of_each_replay():
+@pytest.mark.parametrize(("num_rows", "dtype"), [(20, torch.float32), (600, torch.bfloat16)], ids=str)
+def test_a_graph_of_experts_follows_the_choices_of_each_replay(num_rows: int, dtype: torch.dtype):
+    """Of few rows, and of a prompt."""
     num_experts, top_k, hidden, inner = 16, 4, 256, 192
-    gate_up = randn(num_experts, 2 * inner, hidden, seed=1).cuda()
-    down = randn(num_experts, hidden, inner, seed=2).cuda()
-    x, weights = randn(20, hidden).cuda(), torch.full((20, top_k), 0.25).cuda()
-    ids = choices(20, num_experts, top_k).cuda()
+    gate_up = randn(num_experts, 2 * inner, hidden, dtype=dtype, seed=1).cuda()
+    down = randn(num_experts, hidden, inner, dtype=dtype, seed=2).cuda()
+    x, weights = randn(num_rows, hidden, dtype=dtype).cuda(), torch.full((num_rows, top_k), 0.25).cuda()
+    ids = choices(num_rows, num_experts, top_k).cuda()
     expert_mlp(x, ids, weights, gate_up, down)  # compiled before the capture
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         out = expert_mlp(x, ids, weights, gate_up, down)
     for seed in (1, 2):
-        ids.copy_(choices(20, num_experts, top_k, seed))
+        ids.copy_(choices(num_rows, num_experts, top_k, seed))
         graph.replay()
         assert torch.equal(out, expert_mlp(x, ids, weights, gate_up, down)), seed
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_products_for_prompts_have_the_bits_of_the_others(dtype: torch.dtype):
+    """With the sizes of Qwen3-30B-A3B, and choices that leave some experts almost without rows."""
+    num_rows, num_experts, top_k, hidden, inner = 2048, 128, 8, 2048, 768
+    made = torch.Generator(device="cuda").manual_seed(0)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=made, device="cuda", dtype=dtype)
+
+    x, gate_up = drawn(num_rows, hidden), drawn(num_experts, 2 * inner, hidden) / hidden**0.5
+    down = drawn(num_experts, hidden, inner) / inner**0.5
+    popular = (drawn(num_rows, num_experts) + drawn(num_experts)).float()
+    weights, ids = torch.softmax(popular, -1).topk(top_k)
+    given = x, ids.int(), weights.contiguous(), gate_up, down
+    chosen, prompt, small = (
+        expert_mlp_triton(*given, is_prompt=is_prompt) for is_prompt in (None, True, False)
+    )
+    assert torch.equal(prompt, small)
+    assert torch.equal(chosen, prompt)
+    assert float(prompt.float().std()) > 0.01
 
 
 def test_every_operation_runs_on_the_device():

@@ -9,9 +9,10 @@ import torch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.weights import load_model
 from baton.engine.runner.model_runner import ModelRunner
+from baton.kernels import int4_mma, int4_wgmma
 from baton.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from baton.kernels.fp8_scales import FP8_ROUNDING
-from baton.kernels.int4_linear import int4_linear, int4_linear_reference
+from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear, int4_linear_reference
 from baton.tests.kernels.cases import randn
 from baton.tests.kernels.quant_cases import fp8_weight, int4_weight
 from baton.tests.parity.quant_toys import FORMS, write_quantised
@@ -19,7 +20,7 @@ from baton.tests.parity.toy_engine import NUM_PAGES, PAGE_SIZE, ToyEngine, rando
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-ROWS = (1, 2, 3, 4, 5, 16, 33, 64, 65, 300)
+ROWS = (1, 2, 3, 4, 5, 16, 33, 64, 65, 200, 300)
 OUT, IN = 512, 1024
 EIGHT_BITS = ("tensor", "channel", "block")
 SHAPE = {
@@ -58,6 +59,46 @@ def test_products_with_4_bits_are_near_the_values_for_any_rows(group: int, is_ga
         x = randn(count, IN, dtype=torch.bfloat16)
         expected = int4_linear_reference(x.float(), *parts, None, is_gated)
         near(int4_linear(x.cuda(), *on_gpu, None, is_gated), expected, 0.01)
+
+
+@pytest.mark.parametrize(
+    ("group", "dtype"), [(32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)]
+)
+@pytest.mark.parametrize("kernel", ["mma", "wgmma", "values"])
+def test_kernels_of_4_bits_take_any_rows_and_sizes(kernel: str, group: int, dtype: torch.dtype):
+    """Columns beside x are NaN. Outputs fill no tile, and units no split."""
+    module = {"mma": int4_mma, "wgmma": int4_wgmma}.get(kernel)
+    if module is not None and not module.can_run(torch.device("cuda"), dtype):
+        pytest.skip("needs a GPU and a Gluon with these instructions")
+    for out_size, in_size in ((72, 3 * group), (8336, 37 * group)):
+        parts = int4_weight(out_size, in_size, group)
+        on_gpu = [part.cuda() for part in parts]
+        if module is None:
+            values = dequantise_int4_triton(*on_gpu, torch.float32)
+            expected = int4_linear_reference(torch.eye(in_size), *parts)
+            torch.testing.assert_close(values.cpu().t(), expected, atol=1e-6, rtol=1e-6)
+            continue
+        bias = randn(out_size, dtype=dtype, seed=2)
+        wide = torch.full((130, in_size + 8), float("nan"), dtype=dtype)
+        wide[:, :in_size] = randn(130, in_size, dtype=dtype)
+        x = wide.cuda()[:, :in_size]
+        launch = int4_mma.int4_mma_triton if kernel == "mma" else int4_wgmma.int4_wgmma_triton
+        for is_gated, given in ((False, bias), (True, None)):
+            wide_bias = None if given is None else given.float()
+            expected = int4_linear_reference(wide[:, :in_size].float(), *parts, wide_bias, is_gated)
+            on_device = None if given is None else given.cuda()
+            for count in (7, 33, 130):
+                y = launch(x[:count], *on_gpu, on_device, is_gated=is_gated, unit=group)
+                near(y, expected[:count], 0.006 if dtype == torch.bfloat16 else 0.001)
+
+
+def test_bits_of_the_kernel_for_older_gpus_do_not_depend_on_the_rows():
+    parts = [part.cuda() for part in int4_weight(OUT, IN, 128)]
+    x = randn(130, IN, dtype=torch.bfloat16).cuda()
+    fixed = {"is_gated": False, "unit": 128, "tile_rows": int4_mma.MORE_ROWS}
+    whole = int4_mma.int4_mma_triton(x, *parts, None, **fixed)
+    for count in (1, 8, 15, 17, 100):
+        assert torch.equal(int4_mma.int4_mma_triton(x[:count], *parts, None, **fixed), whole[:count]), count
 
 
 @pytest.mark.parametrize("count", [1, 3, 8, 64, 100])

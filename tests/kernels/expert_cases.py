@@ -1,6 +1,7 @@
 """Cases of the kernels of mixture-of-experts layers: routing, grouping and the experts' products."""
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -105,6 +106,59 @@ def check_expert_mlp(
     assert_close(out, expected, bfloat16=3.2e-2)
 
 
+@contextmanager
+def unwritten_values_are_nan() -> Iterator[None]:
+    """Otherwise a new tensor may hold the right values of one that was freed."""
+    torch.use_deterministic_algorithms(True)  # this also fills memory that `torch.empty` returns
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def check_prompt_experts(
+    device: str,
+    sizes: tuple[int, int, int, int, int],
+    dtype: torch.dtype,
+    is_clamped: bool = False,
+    part: tuple[int, int] = (0, 0),
+) -> None:
+    """The products for prompts. On a GPU their bits are those of the others. Columns beside x and an expert
+    that nobody chose are NaN. `part`: the first of the experts here, and their number.
+    """
+    num_rows, num_experts, top_k, hidden, inner = sizes
+    first, held = part if part[1] else (0, num_experts)
+    wide = torch.full((num_rows, hidden + 8), NAN, dtype=dtype)
+    wide[:, :hidden] = randn(num_rows, hidden, dtype=dtype)
+    ids = choices(num_rows, num_experts, top_k)
+    weights = torch.softmax(randn(num_rows, top_k, seed=3), -1)
+    gate_up = randn(held, 2 * inner, hidden, dtype=dtype, seed=1) / hidden**0.5
+    down = randn(held, hidden, inner, dtype=dtype, seed=2) / inner**0.5
+    for expert in set(range(held)) - set((ids - first).flatten().tolist()):
+        gate_up[expert], down[expert] = NAN, NAN
+    form = expert_mlp.ExpertForm(first=first, total=num_experts if part[1] else 0)
+    if is_clamped:
+        biases = (randn(held, size, dtype=dtype, seed=size).mul(0.3) for size in (2 * inner, hidden))
+        form = form._replace(
+            **dict(zip(("gate_up_bias", "down_bias"), biases, strict=True)), limit=0.8, alpha=1.702
+        )
+    expected = expert_mlp.expert_mlp(wide[:, :hidden].contiguous(), ids, weights, gate_up, down, form=form)
+    inputs = [each.to(device) for each in (wide, ids, weights, gate_up, down)]
+    on_device = form._replace(**{
+        name: value.to(device) for name, value in form._asdict().items() if torch.is_tensor(value)
+    })  # fmt: skip
+    with unwritten_values_are_nan():
+        found, other = (
+            expert_mlp.expert_mlp_triton(
+                inputs[0][:, :hidden], *inputs[1:], form=on_device, is_grouped=True, is_prompt=is_prompt
+            )
+            for is_prompt in (True, False)
+        )
+    assert_close(found, expected, bfloat16=3.2e-2)
+    if device == "cuda":  # the interpreter multiplies matrices of different sizes in different orders
+        assert torch.equal(found, other)
+
+
 def check_parts_of_experts(device: str, num_parts: int, is_grouped: bool, is_clamped: bool) -> None:
     """Parts of the experts sum up to all of them; a row without an expert in a part gets zeros from it."""
     num_rows, num_experts, top_k, hidden, inner = 11, 6, 2, 40, 24
@@ -171,6 +225,11 @@ def expert_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             for is_grouped in (False, True):
                 yield check_expert_mlp, (sizes, is_grouped, int(is_grouped), dtype)
         yield check_expert_mlp, ((5, 3, 2, 40, 24), True, 0, dtype, True)
+    # tiles of all heights, full and with one row more; more tiles than neighbours; outputs that fill no tile
+    yield check_prompt_experts, ((160, 4, 2, 128, 64), torch.bfloat16)
+    yield check_prompt_experts, ((65, 6, 2, 192, 320), torch.float16)
+    yield check_prompt_experts, ((33, 12, 4, 64, 192), torch.bfloat16, True)
+    yield check_prompt_experts, ((90, 6, 2, 128, 64), torch.bfloat16, False, (2, 3))
     yield check_a_row_of_nan_takes_experts_that_exist, (6, 4)
     for case in ((1, 3, 1, 16), (9, 4, 2, 16), (40, 7, 3, 32), (700, 5, 2, 16)):
         yield check_group_experts, case

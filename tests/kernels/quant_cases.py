@@ -10,7 +10,7 @@ from baton.kernels.compact_kv import compact_kv_reference, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend_reference, paged_extend_triton
 from baton.kernels.fp8_scales import BLOCK, FP8, FP8_ROUNDING, quantise_rows_fp8, to_fp8
 from baton.kernels.gather_context import gather_context_reference, gather_context_triton
-from baton.kernels.int4_values import dequantise_int4, pack_int4, unit_of
+from baton.kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
 from baton.kernels.kv_store import kv_rows, store_kv, store_kv_triton
 from baton.kernels.rotate_store import rotate_store, rotate_store_triton
 from baton.kernels.verify_attention import paged_verify_reference, paged_verify_triton
@@ -146,45 +146,14 @@ def check_rounded_bits(device: str, wide: torch.Tensor, width: int, group: int) 
     assert torch.equal(rounded.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
-def int4_weight(out_size: int, in_size: int, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def int4_weight(out_size: int, in_size: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Values, zeros and scales that differ from group to group and from output to output."""
     generator = torch.Generator().manual_seed(4)
     values = torch.randint(0, 16, (out_size, in_size), generator=generator)
     shape = (in_size // group, out_size)
-    zeros = torch.randint(1, 17, shape, generator=generator).to(torch.uint8)
+    zeros = torch.randint(0, 17, shape, generator=generator).to(torch.uint8)
     scales = (0.002 + 0.01 * torch.rand(shape, generator=generator)).to(torch.float16)
-    return pack_int4(values, unit_of(in_size, group)), scales, zeros
-
-
-def check_int4_linear(
-    device: str,
-    sizes: tuple[int, int, int, int],
-    has_bias: bool,
-    is_gated: bool,
-    splits: int,
-    dtype: torch.dtype,
-) -> None:
-    """Columns beside x are NaN. The definition runs in float32, where it rounds no weight and no gate."""
-    num_rows, out_size, in_size, group = sizes
-    wide = torch.full((num_rows, in_size + 5), NAN, dtype=dtype)
-    wide[:, :in_size] = randn(num_rows, in_size, dtype=dtype)
-    parts = int4_weight(out_size, in_size, group)
-    bias = randn(out_size, dtype=dtype, seed=2) if has_bias else None
-    y = int4_linear.int4_linear_triton(
-        wide.to(device)[:, :in_size],
-        *(part.to(device) for part in parts),
-        None if bias is None else bias.to(device),
-        is_gated=is_gated,
-        shape=int4_linear.int4_shape(num_rows, out_size, dtype)._replace(num_splits=splits),
-    )
-    x, wide_bias = wide[:, :in_size].float(), None if bias is None else bias.float()
-    expected = int4_linear.int4_linear_reference(x, *parts, wide_bias, is_gated)
-    torch.testing.assert_close(
-        y.cpu().float(),
-        expected,
-        atol=3.2e-2 if dtype == torch.bfloat16 else 2e-5,
-        rtol=3.2e-2 if dtype == torch.bfloat16 else 2e-5,
-    )
+    return pack_int4(values, unit_of(in_size, group)), pack_groups(scales, zeros)
 
 
 def check_dequantise_int4(device: str, out_size: int, in_size: int, group: int) -> None:
@@ -260,11 +229,7 @@ def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         yield check_quantise_rows, (3, 300, 128, dtype)
         yield check_quantise_rows, (2, 100, 100, dtype)
         yield check_quantise_half_way, (dtype,)
-        for sizes in ((3, 70, 256, 128), (18, 66, 128, 64), (2, 40, 96, 32), (1, 20, 384, 128)):
-            for is_gated in (False, True):
-                yield check_int4_linear, (sizes, is_gated, is_gated, 1, dtype)
-        yield check_int4_linear, ((3, 70, 384, 64), True, False, 2, dtype)
-    for sizes in ((70, 256, 128), (33, 96, 32)):
+    for sizes in ((70, 256, 128), (33, 96, 32), (5, 192, 64)):
         yield check_dequantise_int4, sizes
     for form in ("channel", "block"):
         for is_gated in (False, True):

@@ -29,7 +29,9 @@ from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
 from baton.kernels.fp8_rows import Fp8Weight, fp8_rows_triton, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.fp8_scales import BLOCK, FP8
 from baton.kernels.gather_context import gather_context, gather_context_triton
-from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear_triton
+from baton.kernels.int4_linear import dequantise_int4_triton
+from baton.kernels.int4_mma import int4_mma_triton
+from baton.kernels.int4_wgmma import int4_wgmma_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
 from baton.kernels.latent_attention import latent_extend_triton, latent_verify_triton
@@ -237,7 +239,9 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
     expert_mlp_triton(x, ids, weights, gate_up, down, form=experts)
     for is_grouped in (False, True):
         part = experts._replace(first=4, total=8)
-        expert_mlp_triton(x, ids, weights, gate_up, down, form=part, is_grouped=is_grouped)
+        expert_mlp_triton(
+            x, ids, weights, gate_up, down, form=part, is_grouped=is_grouped, is_prompt=is_grouped
+        )
     check_compiled(compiled_for_h200)
 
 
@@ -309,10 +313,15 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     fp8_rows_triton(x[:1], eighths, scales[0])
     quantise_rows_triton(x, 4096)
     fp8_blocks_triton(randn(300, 4096, dtype=torch.bfloat16), eighths, scales[1])
-    packed = torch.zeros(8192, 2048, dtype=torch.uint8)
-    groups = torch.zeros(32, 8192, dtype=torch.float16), torch.zeros(32, 8192, dtype=torch.uint8)
-    dequantise_int4_triton(packed, *groups, torch.bfloat16)
-    int4_linear_triton(x, packed, *groups, is_gated=True, has_pairs=True)
+    for group in (32, 64, 128):
+        packed, groups = torch.zeros(8192, 512, dtype=torch.int32), torch.zeros(4096 // group, 8192).int()
+        dequantise_int4_triton(packed, groups, torch.bfloat16)
+        for dtype, is_gated in ((torch.bfloat16, True), (torch.float16, False)):
+            for int4_triton, num_rows in (
+                (int4_mma_triton, 3), (int4_mma_triton, 16), (int4_wgmma_triton, 8), (int4_wgmma_triton, 100)
+            ):  # fmt: skip
+                given = torch.zeros(num_rows, 4096, dtype=dtype), packed, groups
+                int4_triton(*given, torch.zeros(8192, dtype=dtype), is_gated=is_gated, unit=group)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
     rotate_store_triton(pool, 1, rows, projected, *tables)
@@ -376,6 +385,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         ids = torch.zeros(num_tokens, 2, dtype=torch.int32)
         rows_in = torch.zeros(num_tokens, 2048, dtype=torch.bfloat16)
         expert_mlp_triton(rows_in, ids, torch.ones(num_tokens, 2), gate_up, down)
+    expert_mlp_triton(rows_in, ids, torch.ones(num_tokens, 2), gate_up, down, is_prompt=True)
     names = [name for name, _ in compiled_for_h200]
     assert set(names) == {
         "_rms_norm_kernel", "_silu_mul_kernel", "_rope_kernel", "_store_kv_kernel", "_rotate_store_kernel",
@@ -383,11 +393,12 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
-        "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_int4_kernel", "_dequantise_kernel",
+        "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_dequantise_kernel",
+        "_int4_mma_kernel", "_int4_wgmma_kernel", "_add_splits_kernel",
         "_fp8_rows_kernel",
         "_match_ngrams_kernel",
         "_store_latent_kernel", "_latent_kernel", "_expanded_kernel",
-        "_route_kernel", "_group_kernel", "_expert_kernel", "_combine_kernel",
+        "_route_kernel", "_group_kernel", "_expert_kernel", "_prompt_kernel", "_combine_kernel",
         "_gather_kernel", "_context_kernel", "_wgmma_context_kernel", "_fold_kernel", "_join_kernel",
         "_move_spans_kernel", "_move_rows_kernel", "_digest_spans_kernel",
     }  # fmt: skip
@@ -400,10 +411,12 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_wgmma_context_kernel",
         "_fold_kernel",
         "_expert_kernel",
+        "_prompt_kernel",
         "_fp8_blocks_kernel",
+        "_int4_wgmma_kernel",
     ):  # the last launched, with wide tiles: Hopper's matrix instructions
         assert "wgmma" in by_name[name].asm["ptx"], name
-    for name in ("_context_kernel", "_wgmma_context_kernel"):
+    for name in ("_context_kernel", "_wgmma_context_kernel", "_prompt_kernel"):
         assert "cp.async.bulk.tensor" in by_name[name].asm["ptx"], "bulk copies of whole tiles"
     groups = by_name["_wgmma_context_kernel"].asm["ptx"]
     assert "setmaxnreg" in groups, "the warp that copies leaves its registers to the others"

@@ -4,13 +4,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.kernels import context_attention
+from baton.engine.warmup.variants import sizes
+from baton.kernels import context_attention, prompt_experts
 from baton.kernels.context_attention import ContextKV
+from baton.kernels.expert_mlp import ExpertForm, expert_mlp_triton
 from baton.kernels.launch_plan import decode_launches, encode_launches
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.select_rows import select_last_rows_triton
 from baton.kernels.silu_mul import _silu_mul_kernel, silu_mul_triton
-from baton.kernels.triton_jit import Compiled, planned_launches, watch_compilations
+from baton.kernels.triton_jit import Compiled, Launch, planned_launches, watch_compilations
 from baton.tests.kernels.cases import randn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -108,3 +110,53 @@ def test_the_attention_of_long_prompts_is_planned_kept_and_compiled(
     planned[0].compile()
     end()
     assert [compiled.kernel for compiled in seen] == ["_wgmma_context_kernel"]
+
+
+def planned_experts(num_rows: int, num_experts: int, top_k: int, held: int, inner: int = 64) -> list[Launch]:
+    """The launches of `num_rows` rows, of whose experts the first `held` are here."""
+    with FakeTensorMode(), planned_launches() as planned:
+        x = torch.empty(num_rows, 128, dtype=torch.bfloat16)
+        ids = torch.empty(num_rows, top_k, dtype=torch.int32)
+        gate_up = torch.empty(held, 2 * inner, 128, dtype=torch.bfloat16)
+        down = torch.empty(held, 128, inner, dtype=torch.bfloat16)
+        form = ExpertForm(total=num_experts if held < num_experts else 0)
+        expert_mlp_triton(x, ids, torch.empty(num_rows, top_k), gate_up, down, form=form)
+    return planned
+
+
+@pytest.mark.parametrize(
+    ("num_experts", "top_k", "held"), [(128, 8, 128), (60, 4, 60), (8, 2, 8), (32, 4, 8)], ids=str
+)
+def test_a_dry_run_by_powers_of_two_plans_experts_of_any_number_of_rows(
+    num_experts: int, top_k: int, held: int, monkeypatch: pytest.MonkeyPatch
+):
+    """As on a Hopper GPU: up to 48 slots of an expert on average in small tiles, then in others."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    monkeypatch.setattr(prompt_experts, "can_run", lambda device: True)
+    first_prompt = -(-49 * num_experts // top_k)
+    most = 2 * first_prompt + 3
+    planned = [each for rows in sizes(most) for each in planned_experts(rows, num_experts, top_k, held)]
+    known = {launch.variant for launch in planned}
+    assert sum(variant[0] == "_prompt_kernel" for variant in known) == 2
+    step = max(most // 100, 1)
+    for num_rows in (*range(1, most, step), first_prompt - 1, first_prompt):
+        asked = {launch.variant for launch in planned_experts(num_rows, num_experts, top_k, held)}
+        assert asked <= known, num_rows
+        takes_prompts = any(variant[0] == "_prompt_kernel" for variant in asked)
+        assert takes_prompts == (num_rows >= first_prompt), num_rows
+    kept = decode_launches(encode_launches(planned))
+    assert {launch.variant for launch in kept} == known
+
+
+def test_experts_whose_tiles_cannot_be_copied_keep_the_small_tiles(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    names = [{launch.variant[0] for launch in planned_experts(500, 8, 2, 8)}]
+    monkeypatch.setattr(prompt_experts, "can_run", lambda device: True)
+    names.append({launch.variant[0] for launch in planned_experts(500, 8, 2, 8, inner=72)})
+    assert names == [{"_group_kernel", "_expert_kernel", "_combine_kernel"}] * 2, "no device, a cut step"
+    x, whole = torch.empty(4, 64, dtype=torch.bfloat16), torch.empty(3 * 128 * 64 + 1, dtype=torch.bfloat16)
+    matrices = whole[:-1].view(3, 128, 64)
+    assert prompt_experts.can_multiply(x, matrices)
+    assert not prompt_experts.can_multiply(x.float(), matrices.float())
+    assert not prompt_experts.can_multiply(x, whole[1:].view(3, 128, 64)), "begins at no multiple of 16 bytes"
+    assert not prompt_experts.can_multiply(x, matrices, matrices[:, :64].mT), "not contiguous"

@@ -14,7 +14,7 @@ Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQM
 
 import torch
 
-from ....kernels.int4_values import dequantise_int4, pack_int4, unit_of
+from ....kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
 from ....kernels.ops import recorded_int4_linear
 from ....kernels.row_ops import gate_of
 from ...errors import CheckpointError
@@ -123,7 +123,7 @@ class Int4Projection:
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
         self._stored = {name: StoredPart(form, in_size, size, device) for name, size in parts.items()}
         self.order: torch.Tensor | None = None  # the inputs by group, where that is not their own order
-        self.weight = self.scales = self.zeros = torch.empty(0, device=device)
+        self.weight = self.groups = torch.empty(0, device=device)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, is_gated=False)
@@ -139,8 +139,7 @@ class Int4Projection:
         return recorded_int4_linear(
             x,
             self.weight,
-            self.scales,
-            self.zeros,
+            self.groups,
             self.bias,
             is_gated=is_gated,
             is_invariant=self.is_invariant,
@@ -148,7 +147,7 @@ class Int4Projection:
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """As `StoredProjection.values`."""
-        found = dequantise_int4(self.weight, self.scales, self.zeros, dtype)
+        found = dequantise_int4(self.weight, self.groups, dtype)
         return found if self.order is None else found[:, torch.argsort(self.order)]
 
     def tensors(self, prefix: str) -> NamedTensors:
@@ -160,8 +159,7 @@ class Int4Projection:
                 yield from self._stored[name].tensors(f"{prefix}{name}.")
             else:
                 yield f"{prefix}{name}.qweight", self.weight[start:end]
-                yield f"{prefix}{name}.qzeros", self.zeros[:, start:end]
-                yield f"{prefix}{name}.scales", self.scales[:, start:end]
+                yield f"{prefix}{name}.scales", self.groups[:, start:end]
             if self.bias is not None:
                 yield f"{prefix}{name}.bias", self.bias[start:end]
             start = end
@@ -183,8 +181,7 @@ class Int4Projection:
         if self.order is not None:
             values = (each[:, self.order] for each in values)
         self.weight = torch.cat([pack_int4(each, self.unit) for each in values])
-        self.zeros = torch.cat([part.zeros() for part in stored.values()], dim=1)
-        self.scales = torch.cat([part.scales for part in stored.values()], dim=1)
+        self.groups = torch.cat([pack_groups(part.scales, part.zeros()) for part in stored.values()], dim=1)
         self._stored = {}
 
 

@@ -255,6 +255,10 @@ def test_planned_bytes_of_quantised_weights_are_those_of_a_worker(toy_checkpoint
     assert 2 * planned.per_token.kv_bytes == whole.per_token.kv_bytes
     plain = worker_need(toy_checkpoint("llama", **SHAPE), None, DecodeConfig(model="m"), "bfloat16")
     assert plain.model.num_weights == pytest.approx(planned.model.num_weights, rel=0.02)
+    model, _ = load_model(path, dtype=torch.bfloat16, quantize=quantize)
+    loader = EngineLoader(config, has_drafter=True)
+    loader._model, loader._model_config = model, model.config
+    assert planned.model.num_weights == pytest.approx(loader._forward_weights(), rel=0.1)
 
 
 EXPERT_FORMS = [("qwen3_moe", "block"), ("mixtral", "awq"), ("deepseek_v3", "channel"), ("gpt_oss", "mxfp4")]

@@ -1,0 +1,76 @@
+"""Weights in 4-bit integers and experts have kernels of their own for few rows and for many, all compiled
+before an engine is ready.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.config import EngineConfig
+from baton.engine.loader import EngineLoader
+from baton.kernels import expert_mlp, int4_linear, int4_mma, int4_wgmma
+from baton.tests.gpu.test_warmup import MAX_BATCH, MAX_RUNNING, Workload, nothing_late
+from baton.tests.parity.quant_toys import write_quantised
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+CHUNK = 320  # more rows than the kernels of 4-bit integers take
+SHAPE = {
+    "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
+    "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 640,
+}  # fmt: skip
+# (module, launcher) of the kernels that a workload must reach
+REACHED = {
+    "int4": (
+        (int4_mma, "int4_mma_triton"), (int4_wgmma, "int4_wgmma_triton"),
+        (int4_linear, "dequantise_int4_triton"),
+    ),
+    "experts": ((expert_mlp, "prompt_product_triton"),),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("graphs", ["on", "off"], ids=["graphs", "eager"])
+@pytest.mark.parametrize("form", REACHED)
+def test_nothing_is_compiled_once_an_engine_serves(
+    toy_checkpoint: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    form: str,
+    graphs: str,
+):
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("the kernels for many rows are those of Hopper GPUs")
+    if form == "int4":
+        path = tmp_path / form
+        write_quantised(toy_checkpoint("llama", **SHAPE), path, "awq")
+    else:
+        path = toy_checkpoint("qwen3_moe", **SHAPE, moe_intermediate_size=128)
+    reached = {}
+    for module, name in REACHED[form]:
+        launch = getattr(module, name)
+
+        def counted(*given: object, launch=launch, name=name, **options: object) -> object:
+            reached[name] = reached.get(name, 0) + 1
+            return launch(*given, **options)
+
+        monkeypatch.setattr(module, name, counted)
+    config = EngineConfig(
+        model=str(path), device="cuda", dtype="bfloat16", pages=400, max_context=640, chunk_size=CHUNK,
+        max_batch=MAX_BATCH, max_running=MAX_RUNNING, graphs=graphs, no_draft=True,
+    )  # fmt: skip
+    loader = EngineLoader(config, has_drafter=True)
+    for _, run in loader.phases():
+        run()
+    engine = loader.engine()
+    engine.begin_watch()
+    if graphs == "off":
+        reached.clear()  # a dry run reaches them, too
+    workload = Workload(engine)
+    workload.every_step()
+    workload.every_prompt(CHUNK)
+    assert set(reached) == {name for _, name in REACHED[form]}
+    assert not nothing_late(engine)

@@ -1,0 +1,145 @@
+"""Weights of 4-bit integers: where their bits lie, and which kernel multiplies them, by rows and device."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from baton.engine.warmup.variants import sizes
+from baton.kernels import int4_mma, int4_wgmma
+from baton.kernels.int4_linear import MAX_MMA_ROWS, MAX_ROWS, int4_linear
+from baton.kernels.int4_values import (
+    UNITS,
+    check_int4,
+    pack_groups,
+    pack_int4,
+    unit_of,
+    unpack_groups,
+    unpack_int4,
+)
+from baton.kernels.triton_jit import Launch, planned_launches
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+IN = 4096
+WIDE_OUT, NARROW_OUT = 28672, 4096
+
+
+@pytest.mark.parametrize("unit", UNITS)
+def test_bits_of_a_word_are_the_operands_of_a_thread(unit: int):
+    values = torch.randint(0, 16, (3, 2 * unit), generator=torch.Generator().manual_seed(1))
+    words = pack_int4(values, unit)
+    for row in range(3):
+        for column in range(2 * unit):
+            at, within = divmod(column, unit)
+            i, j, t, e = within // 32, within // 8 % 4, within // 2 % 4, within % 2
+            word = int(words[row, at * unit // 8 + unit // 32 * t + i])
+            assert word >> 4 * (j + 4 * e) & 15 == int(values[row, column]), (row, column)
+    assert torch.equal(unpack_int4(words, unit), values.to(torch.uint8))
+
+
+def test_words_of_groups_hold_any_scale_and_zero_point():
+    scales = torch.tensor([[0.5, -0.25, 65504.0, 6e-8, 0.0]], dtype=torch.float16)
+    zeros = torch.tensor([[0, 16, 8, 1, 15]], dtype=torch.uint8)
+    found_scales, found_zeros = unpack_groups(pack_groups(scales, zeros))
+    assert torch.equal(found_scales, scales.float())
+    assert torch.equal(found_zeros, zeros.float())
+
+
+@pytest.mark.parametrize(("in_size", "group"), [(96, 64), (96, 24), (100, 32), (64, 128)])
+def test_groups_that_no_unit_divides_are_refused(in_size: int, group: int):
+    with pytest.raises(ValueError, match=f"{in_size} inputs in groups of {group}"):
+        unit_of(in_size, group)
+
+
+def test_parts_that_do_not_fit_are_refused():
+    weight, groups = torch.zeros(16, 32, dtype=torch.int32), torch.zeros(2, 16, dtype=torch.int32)
+    assert check_int4("op", weight, groups) == 128
+    for wrong in (
+        (weight.long(), groups),
+        (weight, groups[:, :8]),
+        (weight.t(), groups),
+        (weight, groups.half()),
+    ):
+        with pytest.raises(ValueError, match="op: "):
+            check_int4("op", *wrong)
+    x = torch.zeros(2, 256)
+    for arguments, message in (
+        ((x[:, :128], weight, groups), "does not fit weight"),
+        ((x, weight, groups, torch.zeros(8)), "expected \\[N\\]"),
+        ((x, weight[:15], groups[:, :15], None, True), "are odd"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            int4_linear(*arguments)
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
+    """The launches of a product on a GPU of the given capability, which need not be there."""
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+    def plan(
+        num_rows: int,
+        num_weights: int,
+        capability: tuple[int, int],
+        *,
+        is_gated: bool = False,
+        **options: bool,
+    ) -> list[Launch]:
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+        with FakeTensorMode(), planned_launches() as found:
+            x = torch.empty(num_rows, IN, dtype=torch.bfloat16, device="cuda")
+            weight = torch.empty(num_weights, IN // 8, dtype=torch.int32, device="cuda")
+            groups = torch.empty(IN // 128, num_weights, dtype=torch.int32, device="cuda")
+            y = int4_linear(x, weight, groups, None, is_gated, **options)
+            assert y.shape == (num_rows, num_weights // 2 if is_gated else num_weights)
+        return found
+
+    return plan
+
+
+def names(launches: list[Launch]) -> list[str]:
+    return [launch.variant[0] for launch in launches]
+
+
+def test_rows_and_devices_choose_the_kernel(plan: Callable[..., list[Launch]]):
+    wgmma, split = ["_int4_wgmma_kernel"], ["_int4_wgmma_kernel", "_add_splits_kernel"]
+    assert names(plan(1, NARROW_OUT, (9, 0))) == ["_int4_mma_kernel"]
+    assert names(plan(1, WIDE_OUT, (9, 0), is_gated=True)) == wgmma
+    assert names(plan(9, NARROW_OUT, (9, 0))) == split
+    assert names(plan(MAX_ROWS, WIDE_OUT, (9, 0), is_gated=True)) == wgmma
+    assert names(plan(MAX_ROWS + 1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
+    for capability in ((8, 0), (8, 9), (10, 0)):
+        assert names(plan(MAX_MMA_ROWS, WIDE_OUT, capability)) == ["_int4_mma_kernel"]
+        assert names(plan(MAX_MMA_ROWS + 1, WIDE_OUT, capability)) == ["_dequantise_kernel"]
+    assert names(plan(1, NARROW_OUT, (7, 5))) == ["_dequantise_kernel"]
+
+
+def test_a_gluon_that_is_not_known_is_not_used(
+    plan: Callable[..., list[Launch]], monkeypatch: pytest.MonkeyPatch
+):
+    for module in (int4_mma, int4_wgmma):
+        monkeypatch.setattr(module, "has_gluon", lambda: False)
+    assert names(plan(1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
+
+
+def test_products_that_do_not_depend_on_the_rows_take_one_variant(plan: Callable[..., list[Launch]]):
+    """Without splits, whose number depends on the rows."""
+    for capability in ((9, 0), (8, 0)):
+        for is_gated in (False, True):
+            found = [
+                launch
+                for count in (1, 8, 9, 64, 300)
+                for launch in plan(count, WIDE_OUT, capability, is_gated=is_gated, is_invariant=True)
+            ]
+            assert len(found) == 5
+            assert len({launch.variant for launch in found}) == 1
+
+
+@pytest.mark.parametrize("num_weights", [1024, 4096, 6144, WIDE_OUT])
+def test_variants_of_all_rows_are_those_that_a_dry_run_meets(
+    plan: Callable[..., list[Launch]], num_weights: int
+):
+    for capability in ((9, 0), (8, 0)):
+        planned = {launch.variant for count in sizes(512) for launch in plan(count, num_weights, capability)}
+        for count in (3, 5, 7, 9, 15, 17, 31, 33, 63, 65, 100, 127, 129, 200, 255, 257, 300):
+            for launch in plan(count, num_weights, capability):
+                assert launch.variant in planned, (count, launch.variant)
