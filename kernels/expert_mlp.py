@@ -214,8 +214,8 @@ class ExpertTile(NamedTuple):
     num_stages: int
 
 
-# Slots of an expert, on average, up to which tiles are small. More are those of a prompt. Each of the ranges
-# between these numbers holds a power of two of rows, so a dry run over powers of two finds all kernels.
+# Slots of an expert, on average, up to which tiles have 16 rows, and 32. With more, `prompt_experts`
+# multiplies where it can. A power of two of rows lies in each range, so a dry run over those finds all.
 FEW_SLOTS, SOME_SLOTS = MIN_TILE_ROWS, 48
 
 # float32 has no matrix instruction of full precision; it is for tests.
@@ -264,7 +264,8 @@ def expert_mlp_triton(
     is_part = form.total > 0
     if is_prompt is None:
         share = num_slots // (form.total or num_experts)
-        is_prompt = tile is None and is_grouped and share > SOME_SLOTS and can_multiply(x, gate_up, down)
+        is_prompt = tile is None and share > SOME_SLOTS and can_multiply(x, gate_up, down)
+    is_prompt = is_prompt and is_grouped
     tile = expert_tile(num_slots, form.total or num_experts, x.dtype) if tile is None else tile
     tile_rows = TILE_ROWS if is_prompt else tile.rows
     tiles, num_tiles = expert_tiles(ids, num_experts, tile_rows, is_grouped, form.first)

@@ -14,7 +14,7 @@ import torch
 
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
-# Slots that a program looks at in a step, in small tiles and in those of many rows, which many slots have.
+# Slots that a program looks at in a step; MANY_SLOTS where tiles have MANY_ROWS or more.
 BLOCK_SLOTS, MANY_ROWS, MANY_SLOTS = 1024, 64, 8192
 
 

@@ -14,12 +14,14 @@ Legend as in `int4_values`; M rows of a tile of weights, R rows of x.
 
 from __future__ import annotations
 
-from .triton_jit import constexpr_function, gl, gluon_jit, tl
+import torch
+
+from .triton_jit import constexpr_function, gl, gluon_jit, has_gluon, tl
 
 # Eight values from the word $8 and the word $9 of its group. 4 bits become the mantissa of a float whose
-# exponent counts in ones: from 128 in bfloat16, from 1024 in float16. So much more than the zero point is
-# then subtracted, and all results are exact. GPUs before sm_90 have no difference of two bfloat16, but
-# fused multiply-adds: ONE is a pair of ones, MINUS_BASE such a negative float.
+# exponent counts in ones: from 128 in bfloat16, from 1024 in float16. That base plus the zero point is then
+# subtracted, and all results are exact. GPUs before sm_90 have no difference of two bfloat16, but fused
+# multiply-adds: ONE is a pair of ones, MINUS_BASE such a negative float.
 _UNPACK = """
 {
 .reg .b32 z, one, a, b, c, d;
@@ -48,6 +50,11 @@ _TYPES = {
     "bf16": {"TYPE": "bf16x2", "ONE": "0x3f803f80", "MINUS_BASE": "0xc300", "BASE": "0x43004300"},
     "fp16": {"TYPE": "f16x2", "ONE": "0x3c003c00", "MINUS_BASE": "0xe400", "BASE": "0x64006400"},
 }
+
+
+def can_unpack(dtype: torch.dtype) -> bool:
+    """Whether words become values of `dtype` here."""
+    return dtype in (torch.bfloat16, torch.float16) and has_gluon()
 
 
 @constexpr_function

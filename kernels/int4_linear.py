@@ -4,9 +4,11 @@ Up to MAX_ROWS rows, as in steps that decode and verify, kernels read the packed
 exact small values in the registers that matrix instructions read. Scales are applied to the sums of each
 group. Hopper GPUs take `int4_wgmma`, or `int4_mma` for few rows of a small weight. Other GPUs take
 `int4_mma` for up to MAX_MMA_ROWS rows. More rows, as in prompts, are multiplied with the dequantised weight
-by the library, and so is everything on older GPUs and with versions of Triton whose Gluon is not known.
+by the library, and so is everything in float32, on older GPUs and with versions of Triton whose Gluon is
+not known.
 
-Batch-invariant products take one kernel with one tile for any number of rows, and no splits.
+Batch-invariant products take one of these kernels with one tile for any number of rows, and no splits. Where
+there is none, they are those of `invariant_linear` with the dequantised weight.
 
 Legend: T rows, N outputs, H inputs, G inputs of a group (see `int4_values`).
 """

@@ -12,22 +12,24 @@ from __future__ import annotations
 import torch
 
 from .chained_launch import chained
-from .int4_fragments import fragments, group_scales, split_words_layout, store_outputs, weight_rows
-from .triton_jit import cdiv, constexpr_function, gl, gluon_jit, gluon_jit_varying, has_gluon, tl, warpgroups
+from .int4_fragments import (
+    can_unpack,
+    fragments,
+    group_scales,
+    split_words_layout,
+    store_outputs,
+    weight_rows,
+)
+from .triton_jit import cdiv, constexpr_function, gl, gluon_jit, gluon_jit_varying, tl, warpgroups
 
 FEW_ROWS, MORE_ROWS = 8, 16  # of a tile
-# Outputs from which on the programs of narrow tiles outnumber what an H200 runs at once.
-WIDE = 8192
-# Outputs up to which eight warps of each program do run at once there.
-NARROW = 4224
-REGISTERS = 128  # of a thread where programs have four warps: so four of them share a multiprocessor
+M = 16  # rows of a tile of weights: those of the matrix instruction
+NARROW = 4224  # outputs up to which an H200 runs the eight warps of each program at once
 
 
 def can_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel runs on CUDA `device` for x of `dtype`."""
-    if dtype not in (torch.bfloat16, torch.float16) or not has_gluon():
-        return False
-    return torch.cuda.get_device_capability(device) >= (8, 0)
+    return can_unpack(dtype) and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 @constexpr_function
@@ -146,10 +148,8 @@ def int4_mma_triton(
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
     rows = tile_rows or (FEW_ROWS if num_rows <= FEW_ROWS else MORE_ROWS)
-    m = 32 if num_weights > WIDE else 16
     warps = 8 if num_weights <= NARROW else 4
-    most = {"maxnreg": REGISTERS} if warps == 4 and rows == FEW_ROWS else {}
-    _int4_mma_kernel[(cdiv(out_size, m // 2 if is_gated else m), cdiv(num_rows, rows))](
+    _int4_mma_kernel[(cdiv(num_weights, M), cdiv(num_rows, rows))](
         x,
         weight,
         groups,
@@ -164,11 +164,10 @@ def int4_mma_triton(
         IS_GATED=is_gated,
         GROUP=in_size // groups.shape[0],
         UNIT=unit,
-        M=m,
+        M=M,
         ROWS=rows,
         WARPS=warps,
         **chained(x.device),
         num_warps=warps,
-        **most,
     )
     return y

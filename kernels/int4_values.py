@@ -62,10 +62,10 @@ def unpack_groups(groups: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def dequantise_int4(weight: torch.Tensor, groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The values `[N, H]` of a packed `weight`, in `dtype`."""
     in_size = VALUES_A_WORD * weight.shape[1]
-    group = in_size // groups.shape[0]
-    values = unpack_int4(weight, unit_of(in_size, group)).to(torch.float32)
-    scale, zero = (each.t().repeat_interleave(group, dim=1) for each in unpack_groups(groups))
-    return ((values - zero) * scale).to(dtype)
+    unit = unit_of(in_size, in_size // groups.shape[0])
+    values = unpack_int4(weight, unit).view(weight.shape[0], groups.shape[0], -1).to(torch.float32)
+    scale, zero = (each.t()[:, :, None] for each in unpack_groups(groups))
+    return values.sub_(zero).mul_(scale).to(dtype).flatten(1)
 
 
 def check_int4(op: str, weight: torch.Tensor, groups: torch.Tensor) -> int:

@@ -15,12 +15,12 @@ from typing import NamedTuple
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .int4_fragments import fragments, group_scales, store_outputs, weight_rows, words_layout
+from .int4_fragments import can_unpack, fragments, group_scales, store_outputs, weight_rows, words_layout
 from .triton_jit import (
+    ALIGNMENT,
     cdiv,
     gl,
     gluon_jit_varying,
-    has_gluon,
     jit_varying,
     mbarrier,
     next_power_of_2,
@@ -50,9 +50,7 @@ FIXED_TILE = WgmmaTile(rows=64, num_splits=1, ahead=4, stages=3)
 
 def can_run(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernel runs on CUDA `device` for x of `dtype`."""
-    if dtype not in (torch.bfloat16, torch.float16) or not has_gluon():
-        return False
-    return torch.cuda.get_device_capability(device)[0] == 9
+    return can_unpack(dtype) and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def wgmma_tile(num_rows: int, num_weights: int, num_units: int, is_gated: bool) -> WgmmaTile:
@@ -216,8 +214,10 @@ def int4_wgmma_triton(
     tile = wgmma_tile(num_rows, num_weights, in_size // unit, is_gated) if tile is None else tile
     splits = tile.num_splits
     sums = y if splits == 1 else torch.empty(splits, *y.shape, dtype=torch.float32, device=x.device)
+    if x.stride() != (in_size, 1) or int(x.storage_offset()) * x.element_size() % ALIGNMENT:
+        x = x.clone(memory_format=torch.contiguous_format)  # a copy of tiles needs aligned rows
     _int4_wgmma_kernel[(cdiv(num_weights, M), cdiv(num_rows, tile.rows), splits)](
-        tile_descriptor(x.contiguous(), (tile.rows, unit)),
+        tile_descriptor(x, (tile.rows, unit)),
         weight,
         groups,
         groups if bias is None else bias,

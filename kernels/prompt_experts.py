@@ -42,7 +42,7 @@ def can_run(device: torch.device) -> bool:
 def can_multiply(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     """Whether these products take `x` and the matrices `weights` `[E, N, H]`.
 
-    They are 16-bit floats, since float32 has no matrix instruction of full precision. H is a multiple of
+    All are 16-bit floats, since float32 has no matrix instruction of full precision. H is a multiple of
     TILE_IN: rows in part of a step would be read value by value. N may be any number.
     """
     if x.dtype not in (torch.bfloat16, torch.float16) or not can_run(x.device):

@@ -28,7 +28,7 @@ from baton.tests.parity.toy_engine import NUM_PAGES, PAGE_SIZE, ToyEngine, rando
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 # Few slots, each of its own; tiles of 16, 32, 64 and 128 rows.
-COUNTS = (1, 2, 5, 20, 60, 150, 250, 600)
+COUNTS = (1, 2, 5, 20, 60, 150, 250, 700)
 EXPERTS_A_LAYER, CHOSEN, HIDDEN, INNER = 8, 3, 512, 256
 SIZES = (COUNTS[-1], EXPERTS_A_LAYER, CHOSEN, HIDDEN, INNER)
 GROUPS = (0, 32, 64, 128)

@@ -140,24 +140,34 @@ def compiled_for_h200(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[t
 
     No device is needed: Triton brings the assembler along.
     """
+    return compiling(monkeypatch, tmp_path, 90)
+
+
+@pytest.fixture
+def compiled_for_a100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, object]]:
+    """As `compiled_for_h200`, for sm_80."""
+    return compiling(monkeypatch, tmp_path, 80)
+
+
+def compiling(monkeypatch: pytest.MonkeyPatch, cache: Path, capability: int) -> list[tuple[str, object]]:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
-    class AbsentH200:
+    class AbsentDevice:
         def get_current_device(self) -> int:
-            return -1  # a kernel cache of its own beside that of any real device
+            return -capability  # a kernel cache of its own beside that of any real device
 
         def get_current_stream(self, device: int) -> int:
             return 0
 
         def get_current_target(self) -> GPUTarget:
-            return GPUTarget("cuda", 90, 32)
+            return GPUTarget("cuda", capability, 32)
 
     compiled: list[tuple[str, object]] = []
-    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(driver, "_active", AbsentH200())
-    monkeypatch.setattr(chained_launch, "has_chained_launches", lambda device: True)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(cache))
+    monkeypatch.setattr(driver, "_active", AbsentDevice())
+    monkeypatch.setattr(chained_launch, "has_chained_launches", lambda device: capability >= 90)
 
     def twin_of(kernel):
         return (

@@ -109,11 +109,12 @@ def check_expert_mlp(
 @contextmanager
 def unwritten_values_are_nan() -> Iterator[None]:
     """Otherwise a new tensor may hold the right values of one that was freed."""
+    before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # this also fills memory that `torch.empty` returns
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(before)
 
 
 def check_prompt_experts(

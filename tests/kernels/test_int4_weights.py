@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from baton.engine.warmup.variants import sizes
-from baton.kernels import int4_mma, int4_wgmma
+from baton.kernels import int4_fragments, int4_mma
 from baton.kernels.int4_linear import MAX_MMA_ROWS, MAX_ROWS, int4_linear
 from baton.kernels.int4_values import (
     UNITS,
@@ -116,8 +116,7 @@ def test_rows_and_devices_choose_the_kernel(plan: Callable[..., list[Launch]]):
 def test_a_gluon_that_is_not_known_is_not_used(
     plan: Callable[..., list[Launch]], monkeypatch: pytest.MonkeyPatch
 ):
-    for module in (int4_mma, int4_wgmma):
-        monkeypatch.setattr(module, "has_gluon", lambda: False)
+    monkeypatch.setattr(int4_fragments, "has_gluon", lambda: False)
     assert names(plan(1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
 
 
@@ -143,3 +142,24 @@ def test_variants_of_all_rows_are_those_that_a_dry_run_meets(
         for count in (3, 5, 7, 9, 15, 17, 31, 33, 63, 65, 100, 127, 129, 200, 255, 257, 300):
             for launch in plan(count, num_weights, capability):
                 assert launch.variant in planned, (count, launch.variant)
+
+
+@pytest.mark.slow
+def test_the_kernel_for_older_gpus_compiles_for_an_a100(compiled_for_a100: list[tuple[str, object]]):
+    """Without instructions that came with Hopper."""
+    for group in UNITS:
+        for dtype, is_gated in ((torch.bfloat16, True), (torch.float16, False)):
+            for num_weights, num_rows in ((NARROW_OUT, 1), (WIDE_OUT, 1), (WIDE_OUT, 16)):
+                int4_mma.int4_mma_triton(
+                    torch.zeros(num_rows, IN, dtype=dtype),
+                    torch.zeros(num_weights, IN // 8, dtype=torch.int32),
+                    torch.zeros(IN // group, num_weights, dtype=torch.int32),
+                    None,
+                    is_gated=is_gated,
+                    unit=group,
+                )
+    assert len(compiled_for_a100) == 18
+    for _, kernel in compiled_for_a100:
+        assert "mma.sync" in kernel.asm["ptx"]
+        assert "griddepcontrol" not in kernel.asm["ptx"]
+        assert kernel.metadata.shared <= 48 * 1024

@@ -49,8 +49,8 @@ class Int4Form:
 
     @property
     def value_bytes(self) -> float:
-        """Bytes of a value with its part of a scale in 16 bits and of a zero point in 4."""
-        return 0.5 + 2.5 / self.group_size
+        """Bytes of a value with its part of the word of its group, as kernels read them."""
+        return 0.5 + 4 / self.group_size
 
     def __str__(self) -> str:
         return f"int4 in groups of {self.group_size}"

@@ -151,7 +151,7 @@ class Int4Projection:
         return found if self.order is None else found[:, torch.argsort(self.order)]
 
     def tensors(self, prefix: str) -> NamedTensors:
-        """As `Projection.tensors`; once finished, the packed form under the names of the stored one."""
+        """As `Projection.tensors`; once finished, `qweight` is the packed weight, `scales` its groups."""
         start = 0
         for name, size in self.parts.items():
             end = start + size
