@@ -428,14 +428,15 @@ class EngineLoader:
         """The largest sizes that serving in this role can ask for."""
         config, engine = self.config, self._engine
         assert engine is not None
-        prompt_rows = config.chunk_size or self._max_context
+        prompt_rows = config.chunk_size or max(self._max_context, WHOLE_PROMPT_ROWS)
+        max_prompts = config.max_running if self.has_drafter else config.max_batch
         if self.has_drafter:
             prompt_rows = max(alone_tokens(config.local_prefill_tokens), MAX_PREFILL_ROWS)
         # an eager chain is cut to the useful drafts
         is_cut = not engine.sizes.has_graphs and not engine.shape.is_tree
         return Reach(
-            prompt_rows=min(prompt_rows, self._max_context),
-            max_prompts=config.max_running if self.has_drafter else config.max_batch,
+            prompt_rows=min(prompt_rows, max_prompts * self._max_context),
+            max_prompts=max_prompts,
             max_requests=config.max_running,
             max_context=self._max_context,
             page_size=config.page_size,

@@ -87,6 +87,10 @@ def extend_shapes(rows: int, prompts: int, max_context: int) -> Iterator[ExtendS
             for requests in sorted({2, prompts} if is_short else {}):
                 if 1 < requests <= prompts and count * requests <= rows:
                     yield ExtendShape(q_lens=(count,) * requests, prefix=prefix)
+    for total in sizes(min(rows, prompts * max_context)):
+        if total > max_context:  # only several prompts have so many rows together
+            whole, rest = divmod(total, max_context)
+            yield ExtendShape(q_lens=(max_context,) * whole + (rest,) * (rest > 0))
 
 
 class VariantPlanner:

@@ -44,6 +44,7 @@ DRAFTS = {
     "eager chain": {"spec_steps": 4},
     "lookup": {"draft": NGRAM, "spec_adaptive": "on"},
     "prefill": {},
+    "prefill of short contexts": {"max_context": 40},
 }
 
 
@@ -63,10 +64,10 @@ def loaded(
     head = write_head(tmp_path / "head", head_config(2, (0, 3, 4)), head_tensors())
     config = EngineConfig(
         model=str(toy_checkpoint("llama", num_hidden_layers=6)), device="cpu",
-        dtype="bfloat16", pages=64, max_context=200, chunk_size=CHUNK, max_batch=MAX_BATCH,
-        max_running=MAX_RUNNING, **({"draft": str(head), "spec_adaptive": "off"} | DRAFTS[request.param]),
+        dtype="bfloat16", pages=64, chunk_size=CHUNK, max_batch=MAX_BATCH, max_running=MAX_RUNNING,
+        **({"draft": str(head), "spec_adaptive": "off", "max_context": 200} | DRAFTS[request.param]),
     )  # fmt: skip
-    loader = EngineLoader(config, has_drafter=request.param != "prefill")
+    loader = EngineLoader(config, has_drafter=not request.param.startswith("prefill"))
     for _, run in loader.phases():
         run()
     engine = loader.engine()
@@ -145,6 +146,7 @@ def workload(engine: Engine, reach: Reach, seed: int, num_forwards: int) -> list
 
 WORKLOADS = [
     *(pytest.param(name, 3, id=name) for name in ("chain", "prefill")),
+    pytest.param("prefill of short contexts", 8, id="prefill of short contexts"),
     *(pytest.param(name, 10, id=f"{name}, long", marks=pytest.mark.slow) for name in DRAFTS),
 ]
 
@@ -154,6 +156,8 @@ def test_the_dry_run_finds_every_variant_of_a_random_workload(
     loaded: tuple[Engine, Reach], num_forwards: int, as_on_a_gpu: None
 ):
     engine, reach = loaded
+    if not engine.steps:
+        assert reach.prompt_rows == CHUNK, "also where the longest context is shorter"
     before = dict(engine.runner.counters.forwards)
     known = planned(engine, reach)
     assert not engine.pool.kv.any(), "a dry run computes nothing"
@@ -199,6 +203,9 @@ def test_sizes_are_the_borders_of_tiles():
         shapes
     )
     assert list(extend_shapes(1, 1, 1)) == [ExtendShape(q_lens=(1,))]
+    together = [shape.num_rows for shape in extend_shapes(40, 4, 12) if shape.num_rows > 24]
+    assert {32, 40} <= set(together), "several prompts have more rows than the longest"
+    assert max(shape.num_rows for shape in extend_shapes(40, 2, 12)) == 24
 
 
 def test_every_operation_has_a_form_for_the_dry_run():
