@@ -7,6 +7,8 @@ group. Hopper GPUs take `int4_wgmma`, or `int4_mma` for few rows of a small weig
 by the library, and so is everything in float32, on older GPUs and with versions of Triton whose Gluon is
 not known.
 
+On a CPU the definition dequantises the weight; `int4_cpu` multiplies weights that are packed for it.
+
 Batch-invariant products take one of these kernels with one tile for any number of rows, and no splits. Where
 there is none, they are those of `invariant_linear` with the dequantised weight.
 
@@ -18,7 +20,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import int4_mma, int4_wgmma
+from . import int4_cpu, int4_mma, int4_wgmma
 from .int4_values import VALUES_A_WORD, check_int4, dequantise_int4, unit_of
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
@@ -132,8 +134,11 @@ def int4_linear(
 
     `groups` int32 `[H/G, N]` is that of `int4_values`. `is_gated`: silu of the first half of the outputs,
     times the second half, `[T, N/2]`. `is_invariant`: the bits of a row do not depend on the number of rows.
-    Raises ValueError if shapes or dtypes do not fit.
+    Raises ValueError if shapes or dtypes do not fit. A weight of `int4_cpu` is multiplied by its kernel.
     """
+    if weight.dtype == int4_cpu.STORED:
+        y = int4_cpu.int4_cpu_linear(x, weight, groups, bias)
+        return silu_mul_reference(y) if is_gated else y
     group = _check(x, weight, groups, bias, is_gated)
     unit = unit_of(x.shape[1], group)
     if not x.is_cuda:

@@ -5,17 +5,19 @@ from collections.abc import Callable
 import pytest
 import torch
 from baton.engine.warmup.variants import sizes
-from baton.kernels import int4_fragments, int4_mma
+from baton.kernels import int4_cpu, int4_fragments, int4_mma
 from baton.kernels.int4_linear import MAX_MMA_ROWS, MAX_ROWS, int4_linear
 from baton.kernels.int4_values import (
     UNITS,
     check_int4,
+    dequantise_int4,
     pack_groups,
     pack_int4,
     unit_of,
     unpack_groups,
     unpack_int4,
 )
+from baton.kernels.silu_mul import silu_mul_reference
 from baton.kernels.triton_jit import Launch, planned_launches
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -69,6 +71,34 @@ def test_parts_that_do_not_fit_are_refused():
     ):
         with pytest.raises(ValueError, match=message):
             int4_linear(*arguments)
+
+
+@pytest.mark.parametrize("group", UNITS)
+def test_the_kernel_of_a_cpu_multiplies_with_the_values(group: int):
+    """Of strided rows, as exactly as a product with the values in bfloat16."""
+    made = torch.Generator().manual_seed(3)
+    values = torch.randint(0, 16, (48, 4 * group), generator=made)
+    zeros = torch.randint(0, 17, (4, 48), generator=made).to(torch.uint8)
+    scales = (0.002 + 0.01 * torch.rand(4, 48, generator=made)).to(torch.float16)
+    exact = dequantise_int4(pack_int4(values, group), pack_groups(scales, zeros), torch.float32)
+    assert int4_cpu.can_pack(torch.device("cpu"), torch.bfloat16, 48, group)
+    packed = int4_cpu.pack_for_cpu(values, scales, zeros)
+    wide = torch.full((9, 4 * group + 8), float("nan"), dtype=torch.bfloat16)
+    wide[:, : 4 * group] = torch.randn(9, 4 * group, generator=made)
+    x, bias = wide[:, : 4 * group], torch.randn(48, generator=made).to(torch.bfloat16)
+    for given in (None, bias):
+        y = x.float() @ exact.t() + (0 if given is None else given.float())
+        for is_gated in (False, True):
+            expected = silu_mul_reference(y) if is_gated else y
+            found = int4_linear(x, *packed, given, is_gated).float()
+            assert float((found - expected).norm() / expected.norm()) < (0.01 if is_gated else 0.004)
+    found = int4_cpu.unpack_from_cpu(*packed, torch.float32)
+    assert float((found - exact).norm() / exact.norm()) < 0.004
+    with pytest.raises(ValueError, match="int4_cpu_linear: x"):
+        int4_linear(x[:, 1:], *packed)
+    for other in ((torch.float32, 48, group), (torch.bfloat16, 40, group), (torch.bfloat16, 48, 24)):
+        assert not int4_cpu.can_pack(torch.device("cpu"), *other)
+    assert not int4_cpu.can_pack(torch.device("cuda"), torch.bfloat16, 48, group)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ import pytest
 import torch
 from baton.engine.models.quant import int4_projection
 from baton.engine.models.weights import load_model
-from baton.kernels import fp8_scales
+from baton.kernels import fp8_scales, int4_cpu
 from baton.tests.parity.quant_toys import FORMS, SHAPE, write_quantised
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_logits, reference_model
@@ -34,6 +34,24 @@ def test_each_form_equals_transformers_with_its_values(
 ):
     values = write_quantised(toy_checkpoint(family, **SHAPE), tmp_path / form, form)
     assert_same_tokens(tmp_path / form, values)
+
+
+@pytest.mark.parametrize("form", ["awq", "gptq"])
+def test_4_bits_are_near_their_values_in_bfloat16_on_a_cpu(
+    toy_checkpoint: Callable[..., Path], tmp_path: Path, form: str
+):
+    """By torch's kernel, in a prompt, a short tail and a step of two requests. A wrong zero point is off by
+    more than 1. One layer, since further ones of random weights only amplify a rounding.
+    """
+    path = tmp_path / form
+    write_quantised(toy_checkpoint("llama", **SHAPE, num_hidden_layers=1), path, form)
+    ours, exact = ToyEngine(path, dtype=torch.bfloat16), ToyEngine(path)
+    packed = {tensor.dtype for name, tensor in ours.model.tensors() if name.endswith("qweight")}
+    assert packed == {int4_cpu.STORED}
+    prompt = random_ids(70, seed=3)
+    for chunks in ((("a", prompt[:60]),), (("a", prompt[60:]), ("b", prompt[:5])), (("a", [7]), ("b", [9]))):
+        found, expected = (engine.run(*chunks).logits.float() for engine in (ours, exact))
+        assert float((found - expected).norm() / expected.norm()) < 0.1
 
 
 def test_ignored_matrices_stay_as_they_are(toy_checkpoint: Callable[..., Path], tmp_path: Path):

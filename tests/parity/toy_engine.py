@@ -16,9 +16,16 @@ NUM_PAGES, PAGE_SIZE = 64, 16
 class ToyEngine:
     """Requests by name; their pages come in shuffled order, so that no test relies on neighbours."""
 
-    def __init__(self, path: Path, aux: tuple[int, ...] | None = None, *, kv_dtype: str = "auto") -> None:
-        self.model, self.config = load_model(path, dtype=torch.float32, kv_dtype=kv_dtype)
-        self.pool = KVPool(NUM_PAGES, self.model.kv_layout(PAGE_SIZE), row_dtype=torch.float32)
+    def __init__(
+        self,
+        path: Path,
+        aux: tuple[int, ...] | None = None,
+        *,
+        kv_dtype: str = "auto",
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model, self.config = load_model(path, dtype=dtype, kv_dtype=kv_dtype)
+        self.pool = KVPool(NUM_PAGES, self.model.kv_layout(PAGE_SIZE), row_dtype=dtype)
         self.runner = ModelRunner(self.model, self.pool)
         if aux is not None:
             self.runner.set_aux_layer_ids(aux)

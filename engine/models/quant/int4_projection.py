@@ -14,6 +14,7 @@ Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQM
 
 import torch
 
+from ....kernels import int4_cpu
 from ....kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
 from ....kernels.ops import recorded_int4_linear
 from ....kernels.row_ops import gate_of
@@ -93,6 +94,8 @@ class StoredPart:
 class Int4Projection:
     """y = x W^T + b with a weight in the packed form of `kernels.int4_values` once it is finished.
 
+    In bfloat16 on a CPU it has the form of `kernels.int4_cpu`.
+
     The outputs are split into named `parts` of the checkpoint, which lie under `prefix`. `is_invariant`:
     products are batch-invariant.
 
@@ -124,6 +127,9 @@ class Int4Projection:
         self._stored = {name: StoredPart(form, in_size, size, device) for name, size in parts.items()}
         self.order: torch.Tensor | None = None  # the inputs by group, where that is not their own order
         self.weight = self.groups = torch.empty(0, device=device)
+        self._is_for_cpu = not is_invariant and int4_cpu.can_pack(
+            torch.device(device), dtype, out_size, form.group_size
+        )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._product(x, is_gated=False)
@@ -147,7 +153,8 @@ class Int4Projection:
 
     def values(self, dtype: torch.dtype) -> torch.Tensor:
         """As `StoredProjection.values`."""
-        found = dequantise_int4(self.weight, self.groups, dtype)
+        unpack = int4_cpu.unpack_from_cpu if self._is_for_cpu else dequantise_int4
+        found = unpack(self.weight, self.groups, dtype)
         return found if self.order is None else found[:, torch.argsort(self.order)]
 
     def tensors(self, prefix: str) -> NamedTensors:
@@ -180,8 +187,17 @@ class Int4Projection:
         values = (part.values() for part in stored.values())
         if self.order is not None:
             values = (each[:, self.order] for each in values)
-        self.weight = torch.cat([pack_int4(each, self.unit) for each in values])
-        self.groups = torch.cat([pack_groups(part.scales, part.zeros()) for part in stored.values()], dim=1)
+        if self._is_for_cpu:
+            scales, zeros = (
+                torch.cat(each, dim=1)
+                for each in zip(*((part.scales, part.zeros()) for part in stored.values()), strict=True)
+            )
+            self.weight, self.groups = int4_cpu.pack_for_cpu(torch.cat(list(values)), scales, zeros)
+        else:
+            self.weight = torch.cat([pack_int4(each, self.unit) for each in values])
+            self.groups = torch.cat(
+                [pack_groups(part.scales, part.zeros()) for part in stored.values()], dim=1
+            )
         self._stored = {}
 
 
