@@ -21,14 +21,7 @@ EVEN = 8  # the stored value without an offset
 
 def can_pack(device: torch.device, dtype: torch.dtype, out_size: int, group: int) -> bool:
     """Whether the kernel multiplies x of `dtype` on `device` with `out_size` outputs in groups of `group`."""
-    has_kernel = hasattr(torch.ops.aten, "_weight_int4pack_mm_for_cpu")
-    return (
-        has_kernel
-        and device.type == "cpu"
-        and dtype == torch.bfloat16
-        and out_size % OUTPUTS == 0
-        and group in UNITS
-    )
+    return device.type == "cpu" and dtype == torch.bfloat16 and out_size % OUTPUTS == 0 and group in UNITS
 
 
 def pack_for_cpu(

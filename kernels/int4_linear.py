@@ -24,6 +24,7 @@ from . import int4_cpu, int4_mma, int4_wgmma
 from .int4_values import VALUES_A_WORD, check_int4, dequantise_int4, unit_of
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
+from .packed_words import group_scale
 from .silu_mul import silu_mul, silu_mul_reference
 from .triton_jit import cdiv, jit, tl
 
@@ -79,8 +80,7 @@ def _dequantise_kernel(
     )
     b_parts = tl.reshape(tl.join(b_low, b_high), (BLOCK_OUT, 4, UNIT // 32, 2, 2, 2))
     b_values = tl.reshape(tl.permute(b_parts, (0, 2, 5, 4, 1, 3)), (BLOCK_OUT, UNIT)).to(tl.float32)
-    b_scale = (b_group & 0xFFFF).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    b_y = (b_values - (b_group >> 16).to(tl.float32)[:, None]) * b_scale[:, None]
+    b_y = (b_values - (b_group >> 16).to(tl.float32)[:, None]) * group_scale(b_group)[:, None]
     o_y = i_out[:, None] * in_size + i_unit * UNIT + tl.arange(0, UNIT)[None, :]
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None])
 
@@ -108,8 +108,8 @@ def dequantise_int4_triton(weight: torch.Tensor, groups: torch.Tensor, dtype: to
 
 def _check(
     x: torch.Tensor, weight: torch.Tensor, groups: torch.Tensor, bias: torch.Tensor | None, is_gated: bool
-) -> int:
-    """The number of inputs of a group."""
+) -> None:
+    """Raises ValueError unless the parts of a product fit together."""
     if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != VALUES_A_WORD * weight.shape[1]:
         raise ValueError(
             f"int4_linear: x {tuple(x.shape)} does not fit weight {tuple(weight.shape)}; expected [T, H], "
@@ -119,7 +119,7 @@ def _check(
         raise ValueError(f"int4_linear: bias {tuple(bias.shape)} {bias.dtype}; expected [N] {x.dtype}")
     if is_gated and weight.shape[0] % 2:
         raise ValueError(f"int4_linear: {weight.shape[0]} gated outputs are odd")
-    return check_int4("int4_linear", weight, groups)
+    check_int4("int4_linear", weight, groups)
 
 
 def int4_linear(
@@ -139,25 +139,23 @@ def int4_linear(
     if weight.dtype == int4_cpu.STORED:
         y = int4_cpu.int4_cpu_linear(x, weight, groups, bias)
         return silu_mul_reference(y) if is_gated else y
-    group = _check(x, weight, groups, bias, is_gated)
-    unit = unit_of(x.shape[1], group)
+    _check(x, weight, groups, bias, is_gated)
     if not x.is_cuda:
         on_cpu = int4_linear_rows if is_invariant else int4_linear_reference
         return on_cpu(x, weight, groups, bias, is_gated)
     has_wgmma, has_mma = (each.can_run(x.device, x.dtype) for each in (int4_wgmma, int4_mma))
-    if is_invariant and has_wgmma:
-        tile = int4_wgmma.FIXED_TILE
-        return int4_wgmma.int4_wgmma_triton(x, weight, groups, bias, is_gated=is_gated, unit=unit, tile=tile)
-    if is_invariant and has_mma:
-        rows = int4_mma.MORE_ROWS
-        return int4_mma.int4_mma_triton(x, weight, groups, bias, is_gated=is_gated, unit=unit, tile_rows=rows)
-    num_rows, num_weights = x.shape[0], weight.shape[0]
-    if not is_invariant:
-        is_few = num_rows <= int4_mma.FEW_ROWS and num_weights <= int4_mma.NARROW
+    parts, num_rows = (x, weight, groups, bias), x.shape[0]
+    if is_invariant:
+        if has_wgmma:
+            return int4_wgmma.int4_wgmma_triton(*parts, is_gated=is_gated, tile=int4_wgmma.FIXED_TILE)
+        if has_mma:
+            return int4_mma.int4_mma_triton(*parts, is_gated=is_gated, tile_rows=int4_mma.MORE_ROWS)
+    else:
+        is_few = num_rows <= int4_mma.FEW_ROWS and weight.shape[0] <= int4_mma.NARROW
         if has_mma and (is_few or (not has_wgmma and num_rows <= MAX_MMA_ROWS)):
-            return int4_mma.int4_mma_triton(x, weight, groups, bias, is_gated=is_gated, unit=unit)
+            return int4_mma.int4_mma_triton(*parts, is_gated=is_gated)
         if has_wgmma and num_rows <= MAX_ROWS:
-            return int4_wgmma.int4_wgmma_triton(x, weight, groups, bias, is_gated=is_gated, unit=unit)
+            return int4_wgmma.int4_wgmma_triton(*parts, is_gated=is_gated)
     product = invariant_linear if is_invariant else F.linear
     y = product(x, dequantise_int4_triton(weight, groups, x.dtype), bias)
     return silu_mul(y) if is_gated else y

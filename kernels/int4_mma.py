@@ -20,6 +20,7 @@ from .int4_fragments import (
     store_outputs,
     weight_rows,
 )
+from .int4_values import unit_of
 from .triton_jit import cdiv, constexpr_function, gl, gluon_jit, gluon_jit_varying, tl, warpgroups
 
 FEW_ROWS, MORE_ROWS = 8, 16  # of a tile
@@ -132,7 +133,6 @@ def int4_mma_triton(
     bias: torch.Tensor | None,
     *,
     is_gated: bool,
-    unit: int,
     tile_rows: int = 0,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]` and a packed weight that fit together; returns `[T, N]`, gated `[T, N/2]`.
@@ -141,6 +141,8 @@ def int4_mma_triton(
     where `can_run` says so.
     """
     num_rows, in_size = x.shape
+    group = in_size // groups.shape[0]
+    unit = unit_of(in_size, group)
     num_weights = weight.shape[0]
     out_size = num_weights // 2 if is_gated else num_weights
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
@@ -162,7 +164,7 @@ def int4_mma_triton(
         num_weights,
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
-        GROUP=in_size // groups.shape[0],
+        GROUP=group,
         UNIT=unit,
         M=M,
         ROWS=rows,

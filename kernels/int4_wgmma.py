@@ -16,6 +16,7 @@ import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
 from .int4_fragments import can_unpack, fragments, group_scales, store_outputs, weight_rows, words_layout
+from .int4_values import unit_of
 from .triton_jit import (
     ALIGNMENT,
     cdiv,
@@ -197,7 +198,6 @@ def int4_wgmma_triton(
     bias: torch.Tensor | None,
     *,
     is_gated: bool,
-    unit: int,
     tile: WgmmaTile | None = None,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]` and a packed weight that fit together; returns `[T, N]`, gated `[T, N/2]`.
@@ -206,6 +206,8 @@ def int4_wgmma_triton(
     says so.
     """
     num_rows, in_size = x.shape
+    group = in_size // groups.shape[0]
+    unit = unit_of(in_size, group)
     num_weights = weight.shape[0]
     out_size = num_weights // 2 if is_gated else num_weights
     y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
@@ -228,7 +230,7 @@ def int4_wgmma_triton(
         num_weights,
         HAS_BIAS=bias is not None,
         IS_GATED=is_gated,
-        GROUP=in_size // groups.shape[0],
+        GROUP=group,
         UNIT=unit,
         M=M,
         ROWS=tile.rows,

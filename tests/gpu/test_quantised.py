@@ -102,14 +102,14 @@ def test_kernels_of_4_bits_take_any_rows_and_sizes(kernel: str, group: int, dtyp
             expected = int4_linear_reference(wide[:, :in_size].float(), *parts, wide_bias, is_gated)
             on_device = None if given is None else given.cuda()
             for count in counts:
-                y = launch(x[:count], *on_gpu, on_device, is_gated=is_gated, unit=group)
+                y = launch(x[:count], *on_gpu, on_device, is_gated=is_gated)
                 near_everywhere(y, expected[:count], 0.006 if dtype == torch.bfloat16 else 0.001)
 
 
 def test_bits_of_the_kernel_for_older_gpus_do_not_depend_on_the_rows():
     parts = [part.cuda() for part in int4_weight(OUT, IN, 128)]
     x = randn(130, IN, dtype=torch.bfloat16).cuda()
-    fixed = {"is_gated": False, "unit": 128, "tile_rows": int4_mma.MORE_ROWS}
+    fixed = {"is_gated": False, "tile_rows": int4_mma.MORE_ROWS}
     whole = int4_mma.int4_mma_triton(x, *parts, None, **fixed)
     for count in (1, 8, 15, 17, 100):
         assert torch.equal(int4_mma.int4_mma_triton(x[:count], *parts, None, **fixed), whole[:count]), count

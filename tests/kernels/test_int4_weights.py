@@ -186,7 +186,6 @@ def test_the_kernel_for_older_gpus_compiles_for_an_a100(compiled_for_a100: list[
                     torch.zeros(IN // group, num_weights, dtype=torch.int32),
                     None,
                     is_gated=is_gated,
-                    unit=group,
                 )
     assert len(compiled_for_a100) == 18
     for _, kernel in compiled_for_a100:

@@ -321,7 +321,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
                 (int4_mma_triton, 3), (int4_mma_triton, 16), (int4_wgmma_triton, 8), (int4_wgmma_triton, 100)
             ):  # fmt: skip
                 given = torch.zeros(num_rows, 4096, dtype=dtype), packed, groups
-                int4_triton(*given, torch.zeros(8192, dtype=dtype), is_gated=is_gated, unit=group)
+                int4_triton(*given, torch.zeros(8192, dtype=dtype), is_gated=is_gated)
     apply_rope_triton(projected, *tables)
     store_kv_triton(pool, 1, rows, k, v)
     rotate_store_triton(pool, 1, rows, projected, *tables)

@@ -187,17 +187,13 @@ class Int4Projection:
         values = (part.values() for part in stored.values())
         if self.order is not None:
             values = (each[:, self.order] for each in values)
+        scales = torch.cat([part.scales for part in stored.values()], dim=1)
+        zeros = torch.cat([part.zeros() for part in stored.values()], dim=1)
         if self._is_for_cpu:
-            scales, zeros = (
-                torch.cat(each, dim=1)
-                for each in zip(*((part.scales, part.zeros()) for part in stored.values()), strict=True)
-            )
             self.weight, self.groups = int4_cpu.pack_for_cpu(torch.cat(list(values)), scales, zeros)
         else:
             self.weight = torch.cat([pack_int4(each, self.unit) for each in values])
-            self.groups = torch.cat(
-                [pack_groups(part.scales, part.zeros()) for part in stored.values()], dim=1
-            )
+            self.groups = pack_groups(scales, zeros)
         self._stored = {}
 
 
