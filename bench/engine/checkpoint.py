@@ -5,6 +5,9 @@ A server takes DIR/target as its `--model` and DIR/head as its `--draft`. They a
 head of `bench/engine/model`: the target accepts a chosen number of the head's drafts. The tokenizer encodes
 bytes.
 
+With `--quantize` the target's matrices have the form and the names that published checkpoints give them. The
+head stays in `--dtype`.
+
 With `--answers N` there is no head, and answers end by themselves: at temperature 1 every token is about
 equally likely, and one of N ends an answer. Lengths are then distributed geometrically around N. An answer
 depends on its prompt and its `seed` alone.
@@ -16,6 +19,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
 from safetensors.torch import save_file
@@ -32,8 +36,8 @@ from ...engine.models.weights import INDEX_FILE
 from ...engine.parallel.vocabulary import rows_of
 from ...engine.speculative.drafters.eagle3_head import Eagle3Head
 from ..arguments import at_least
-from .model import random_answers, random_head, random_target
-from .shapes import DRAFT_VOCABULARY, SHAPES, head_config, target_config
+from .model import random_answers, random_head, stored_target
+from .shapes import DRAFT_VOCABULARY, FORMS, MXFP4, SHAPES, form_keys, head_config, target_config
 
 PROG = "baton bench checkpoint"
 SHARD_BYTES = 2 << 30
@@ -53,14 +57,16 @@ def write_checkpoint(
     device: torch.device,
     answers: int = 0,
     layers: int = 0,
+    quantize: str = "none",
 ) -> None:
     """Writes `folder`/target and `folder`/head, with weights made on `device`.
 
     `answers`: mean length of answers that end by themselves, and no head; 0: they end at `max_tokens`.
-    `layers`: of the target; 0: as many as the shape has.
+    `layers`: of the target; 0: as many as the shape has. `quantize`: the form of the target's matrices, a
+    name in `shapes.FORMS`, MXFP4, or "none" for `dtype`.
 
     Raises ConfigError when one of the two directories exists, when `accept_length` is below 1, or for more
-    layers than the shape has.
+    layers than the shape has; CheckpointError for a form that the shape does not have or does not fit.
     """
     if accept_length < 1:
         raise ConfigError(f"--accept-length {accept_length}: every step yields at least one token; raise it")
@@ -68,17 +74,23 @@ def write_checkpoint(
         if (folder / name).exists():
             raise ConfigError(f"{folder / name} exists; name another directory, or remove it")
     folder.mkdir(parents=True, exist_ok=True)
-    config = target_config(shape, "", folder, layers=layers)
-    if answers:
-        write_tokenizer(folder / "target", config.vocab_size)
-        _add_ends(folder / "target" / "config.json", list(range(answers, config.vocab_size, answers)))
-        _write_shards(folder / "target", random_answers(config, dtype, device).tensors())
-        return
-    drafts = head_config(config, str(dtype).removeprefix("torch."), draft_vocab_size, folder)
-    write_tokenizer(folder / "target", config.vocab_size)
-    _write_shards(folder / "target", random_target(config, dtype, device).tensors())
-    head = random_head(drafts, accept_length, dtype, device)
-    _write_shards(folder / "head", _head_tensors(head, config.vocab_size))
+    with TemporaryDirectory(dir=folder) as scratch:  # a refusal leaves neither directory behind
+        made = Path(scratch)
+        config = target_config(shape, "", made, quantize, layers)
+        keys = form_keys(config, quantize)
+        if answers:
+            keys["eos_token_id"] = list(range(answers, config.vocab_size, answers))
+        _add_keys(made / "target" / "config.json", keys)
+        write_tokenizer(made / "target", config.vocab_size)
+        dtype_name = str(dtype).removeprefix("torch.")
+        drafts = None if answers else head_config(config, dtype_name, draft_vocab_size, made)
+        tensors = (random_answers if answers else stored_target)(config, dtype, device).tensors()
+        for part in made.iterdir():
+            part.rename(folder / part.name)
+    _write_shards(folder / "target", tensors)
+    if drafts is not None:
+        head = random_head(drafts, accept_length, dtype, device)
+        _write_shards(folder / "head", _head_tensors(head, config.vocab_size))
 
 
 def write_tokenizer(folder: Path, vocab_size: int) -> None:
@@ -106,9 +118,9 @@ def write_tokenizer(folder: Path, vocab_size: int) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
 
 
-def _add_ends(path: Path, ids: list[int]) -> None:
+def _add_keys(path: Path, keys: dict[str, object]) -> None:
     config = json.loads(path.read_text(encoding="utf-8"))
-    path.write_text(json.dumps(config | {"eos_token_id": ids}), encoding="utf-8")
+    path.write_text(json.dumps(config | keys), encoding="utf-8")
 
 
 def _head_tensors(head: Eagle3Head, vocab_size: int) -> NamedTensors:
@@ -137,11 +149,13 @@ def _write_shards(folder: Path, tensors: NamedTensors) -> None:
 def _shards(tensors: NamedTensors) -> Iterator[dict[str, torch.Tensor]]:
     """`tensors` copied to the host and grouped into shards of about SHARD_BYTES bytes."""
     shard: dict[str, torch.Tensor] = {}
+    held = 0
     for name, tensor in tensors:
         shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
-        if sum(part.nbytes for part in shard.values()) >= SHARD_BYTES:
+        held += tensor.nbytes
+        if held >= SHARD_BYTES:
             yield shard
-            shard = {}
+            shard, held = {}, 0
     if shard:
         yield shard
 
@@ -186,6 +200,12 @@ def main(argv: Sequence[str]) -> int:
         help="where weights are made (default auto)",
     )
     add("--dtype", choices=("auto", *DTYPES), default="bfloat16", help="of the weights (default bfloat16)")
+    add(
+        "--quantize",
+        choices=("none", *FORMS, MXFP4),
+        default="none",
+        help="the form of the target's matrices (default none: that of --dtype)",
+    )
     options = parser.parse_args(list(argv))
     logging.basicConfig(level=logging.INFO, stream=sys.stderr, format="%(message)s")
     try:
@@ -199,6 +219,7 @@ def main(argv: Sequence[str]) -> int:
             device=device,
             answers=options.answers,
             layers=options.layers,
+            quantize=options.quantize,
         )
     except (ConfigError, CheckpointError, OSError) as error:
         sys.stderr.write(f"{PROG}: {error}\n")

@@ -51,13 +51,29 @@ def random_target(
     model = build_model(
         config, dtype=dtype, device=device, is_invariant=is_invariant, joins=joins, sharing=sharing
     )
-    generator = torch.Generator(device).manual_seed(seed)
+    _fill_target(model, seed, sharing)
+    if isinstance(model, StoredForms):
+        model.projections.finish()
+    return model
+
+
+@torch.no_grad()
+def stored_target(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
+    """As `random_target`, with the tensors of a checkpoint: `projections.finish` is left to its readers."""
+    model = build_model(config, dtype=dtype, device=device)
+    _fill_target(model, seed, ALONE)
+    return model
+
+
+def _fill_target(model: CausalLM, seed: int, sharing: Sharing) -> None:
+    """Fills the tensors of `model` as a checkpoint has them. As a rank in `sharing` it has a part of them."""
+    config, generator = model.config, torch.Generator(model.device).manual_seed(seed)
     for name, weight in model.tensors():
         fill_stored(name, weight, generator)
         if re.search(r"\.(o_proj|down_proj|w2)\.", name):  # these write to the residual stream
             if name.endswith("scales"):
                 weight[:, LEVEL] = 0
-            elif weight.dtype != torch.int32:
+            elif weight.dtype != torch.int32 and "_scale" not in name:  # a scale in blocks has more rows
                 weight[LEVEL] = 0
         if name.endswith("experts.down_proj"):  # of gpt-oss: [E, I, H], and its bias [E, H]
             weight[..., LEVEL] = 0
@@ -65,26 +81,26 @@ def random_target(
             weight[:, LEVEL] = 0
         if re.search(r"\.(mlp|block_sparse_moe)\.(gate|router)\.weight$", name):
             weight[:, LEVEL] = 0  # rows choose experts by what they attended to, not all alike
-        if config.moe is not None and weight.dtype == dtype and READERS.search(name):
+        if config.moe is not None and weight.dtype == model.dtype and READERS.search(name):
             weight[:, LEVEL] = 0  # and all that they attend to and compute depends on their own tokens
-    if isinstance(model, StoredForms):
-        model.projections.finish()
     model.embed_tokens[:, LEVEL] = AMPLITUDE / 2
     if not config.tie_word_embeddings:
         model.lm_head[:, LEVEL] = 0
     if sharing.tensor.rank:
-        return model
+        return
     if config.moe is not None:
         model.embed_tokens[TOKEN] = 0
     model.embed_tokens[TOKEN, LEVEL] = AMPLITUDE
     if not config.tie_word_embeddings:
         model.lm_head[TOKEN, LEVEL] = 16.0
-    return model
 
 
 @torch.no_grad()
 def random_answers(config: ModelConfig, dtype: torch.dtype, device: torch.device, seed: int = 0) -> CausalLM:
-    """A model of `config` with random weights alone, for which all tokens are about equally likely."""
+    """A model of `config` with random weights alone, for which all tokens are about equally likely.
+
+    Its tensors are those of a checkpoint, as of `stored_target`.
+    """
     model = build_model(config, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(seed)
     for name, weight in model.tensors():

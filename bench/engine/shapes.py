@@ -10,7 +10,8 @@ from ...engine.errors import CheckpointError
 from ...engine.hub import resolve_checkpoint
 from ...engine.models.config import ModelConfig
 from ...engine.models.moe import GPT_OSS_NAMES
-from ...engine.models.quant.config import Fp8Form, Int4Form, QuantConfig
+from ...engine.models.quant.registry import KEY as QUANT_KEY
+from ...engine.models.quant.registry import read_quantisation
 from ...engine.models.registry import load_model_config
 from ...engine.speculative.drafters.eagle_config import EagleConfig, load_eagle_config
 from ...engine.speculative.drafters.spec_config import Eagle3Config, load_draft_config
@@ -228,13 +229,51 @@ SHAPES: dict[str, dict[str, object]] = {
         "max_position_embeddings": 512,
     },
 }
-# The forms of `--quantize`; MXFP4 is that of the experts of gpt-oss alone.
-FORMS: dict[str, Fp8Form | Int4Form] = {
-    "fp8": Fp8Form(),
-    "fp8-blocks": Fp8Form(has_blocks=True),
-    "int4": Int4Form(packing="awq", group_size=128),
+# The forms of `--quantize`, by the `quantization_config` of published checkpoints.
+FORMS: dict[str, dict[str, object]] = {
+    "fp8": {
+        "quant_method": "compressed-tensors",
+        "format": "float-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {
+            "group_0": {
+                "targets": ["Linear"],
+                "weights": {
+                    "type": "float",
+                    "num_bits": 8,
+                    "strategy": "channel",
+                    "symmetric": True,
+                    "dynamic": False,
+                },
+                "input_activations": {
+                    "type": "float",
+                    "num_bits": 8,
+                    "strategy": "token",
+                    "symmetric": True,
+                    "dynamic": True,
+                },
+            }
+        },
+        "ignore": ["lm_head"],
+    },
+    "fp8-blocks": {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    },
+    "int4": {"quant_method": "awq", "bits": 4, "group_size": 128, "version": "gemm", "zero_point": True},
 }
-MXFP4 = "mxfp4"
+MXFP4 = "mxfp4"  # the form of the experts of gpt-oss alone
+MXFP4_FORM: dict[str, object] = {
+    "quant_method": "mxfp4",
+    "modules_to_not_convert": [
+        "model.layers.*.self_attn",
+        "model.layers.*.mlp.router",
+        "model.embed_tokens",
+        "lm_head",
+    ],
+}
 DRAFT_VOCABULARY = 32000  # draft vocabulary of published EAGLE3 heads for models of this size
 
 
@@ -260,10 +299,28 @@ def target_config(
     if quantize == "none":
         return found
     if quantize != MXFP4:
-        return replace(found, quant=QuantConfig(form=FORMS[quantize]))
+        section = {QUANT_KEY: FORMS[quantize]}
+        return replace(found, quant=read_quantisation(section, Path(f"--quantize {quantize}")))
     if found.moe is None or found.moe.names is not GPT_OSS_NAMES:
         raise CheckpointError(f"--quantize {MXFP4}: {found.architecture} has no experts in it; take gpt-oss")
     return replace(found, moe=replace(found.moe, is_packed=True))
+
+
+def form_keys(target: ModelConfig, quantize: str) -> dict[str, object]:
+    """What config.json has beside the shape in a checkpoint of `target`, made by `target_config` with
+    `quantize`.
+
+    Raises CheckpointError for gpt-oss in a form that its checkpoints do not have.
+    """
+    if quantize == "none":
+        return {}
+    if quantize == MXFP4:
+        return {QUANT_KEY: MXFP4_FORM}
+    if target.moe is not None and target.moe.names is GPT_OSS_NAMES:
+        raise CheckpointError(
+            f"--quantize {quantize}: no checkpoint of {target.architecture} has this form; take {MXFP4}"
+        )
+    return {QUANT_KEY: FORMS[quantize]}
 
 
 def head_config(target: ModelConfig, dtype: str, draft_vocab_size: int, folder: Path) -> Eagle3Config:
