@@ -18,12 +18,14 @@ class PathDecision:
     """The path of one batch.
 
     Either the graph of `kind` at `bucket`, or the eager path (`bucket` 0) for `reason`; `reason` is None if
-    graphs are off.
+    graphs are off. Without `is_replayed`, what the graph was captured from runs eagerly in its place, on the
+    same inputs and as many rows.
     """
 
     kind: GraphKind | None = None
     bucket: int = 0
     reason: FallbackReason | None = None
+    is_replayed: bool = True
 
     @property
     def is_graph(self) -> bool:
@@ -80,6 +82,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
         self.is_enabled = True
         self._graphs: dict[int, PooledGraph[ContextT, OutputT]] = {}
         self._lost: dict[int, FallbackReason] = {}  # why a bucket has no graph
+        self._forward: Callable[[int, Breaks[ContextT]], OutputT] | None = None  # what was captured
 
     @property
     def captured(self) -> tuple[int, ...]:
@@ -96,6 +99,7 @@ class GraphFamily(Generic[ContextT, OutputT]):
 
         A bucket whose capture fails on some rank is logged and runs eagerly on all.
         """
+        self._forward = forward
         logger.info(
             "capturing %d %s graphs, %d down to %d",
             len(self.buckets),
@@ -146,6 +150,8 @@ class GraphFamily(Generic[ContextT, OutputT]):
         """
         if decision.kind is not self.kind or decision.bucket not in self._graphs:
             raise GraphError(f"{decision} is no decision for the graphs {self.captured} of {self.kind.value}")
+        if self._forward is not None and not decision.is_replayed:
+            return self._forward(decision.bucket, Breaks(context))
         return self._graphs[decision.bucket].replay(context)
 
     def drop(self, bucket: int) -> None:

@@ -136,6 +136,13 @@ class ModelConfig:
         return max(experts, self.intermediate_size) if self.moe.dense_layers else experts
 
     @property
+    def has_choices(self) -> bool:
+        """Whether a row chooses what it computes with, as experts: a rounding may change a choice, and then
+        the row's result is another one.
+        """
+        return self.moe is not None
+
+    @property
     def query_heads(self) -> int:
         """Heads of q that a layer hands to attention."""
         return self.num_heads

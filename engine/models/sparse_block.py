@@ -40,6 +40,10 @@ class SparseConfig(ModelConfig):
     window: int
 
     @property
+    def has_choices(self) -> bool:
+        return True
+
+    @property
     def query_heads(self) -> int:
         return self.num_heads + self.index_heads
 

@@ -9,9 +9,11 @@ from baton.engine.capture.graph_set import GraphSet
 from baton.engine.capture.step_self_test import StepSelfTest
 from baton.engine.config import EngineConfig
 from baton.engine.graphs import breakable
+from baton.engine.graphs.bucketed_graphs import GraphFamily
 from baton.engine.graphs.tape.tape import KeptMemory, TapeBackend
 from baton.engine.loader import EngineLoader
 from baton.engine.runner.lifecycle import Phase
+from baton.engine.runner.model_runner import ModelRunner
 from baton.engine.sampling.logprobs import pack_logprobs
 from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.drafting.shape import DraftShape
@@ -86,6 +88,78 @@ def test_the_self_test_sees_a_broken_draft_graph(target, head, kind):
         tokens.inputs["features"] = tokens.inputs["features"].clone()
         family, test = tokens.family, SelfTest(engine.runner, engine.drafter, 256)
     assert test.run() == len(family.buckets) - len(family.captured) >= 2
+
+
+@pytest.fixture
+def routed(toy_checkpoint) -> Path:
+    """A target whose rows choose experts."""
+    return toy_checkpoint("qwen3_moe", num_hidden_layers=4)
+
+
+def rows_changed(monkeypatch, *, rows: slice, is_eager: bool, is_replayed: bool = True) -> None:
+    """Forwards of the target on that path give other logits for `rows`."""
+    forward = ModelRunner.forward
+
+    def changed(runner, batch):
+        output = forward(runner, batch)
+        if batch.decision.is_graph is not is_eager and batch.decision.is_replayed is is_replayed:
+            output.logits[rows] = output.logits[rows].roll(1, dims=-1)
+        return output
+
+    monkeypatch.setattr(ModelRunner, "forward", changed)
+
+
+@pytest.mark.parametrize(
+    ("rows", "is_eager", "is_replayed", "expected"),
+    [
+        (slice(1, None, 3), True, True, "some rows"),  # as where roundings changed their choices
+        (slice(None), True, True, "all"),
+        (slice(0, 1), False, True, "all"),
+        (slice(0, 1), False, False, "all"),
+    ],
+    ids=["eager-some", "eager-all", "graph-one", "captured-one"],
+)
+def test_some_rows_may_differ_from_the_eager_path_where_rows_choose(
+    target, routed, monkeypatch, rows, is_eager, is_replayed, expected
+):
+    """They are compared with what the graph was captured from, on as many rows."""
+    dropped = {}
+    for model in (target, routed):
+        engine = Engine(model)
+        with_graphs(engine)
+        families = [engine.runner.graphs.tokens.family]
+        if engine.runner.graphs.whole is not None:
+            families.append(engine.runner.graphs.whole.family)
+        with monkeypatch.context() as planting:
+            rows_changed(planting, rows=rows, is_eager=is_eager, is_replayed=is_replayed)
+            SelfTest(engine.runner, None, 256).run()
+        dropped[model] = {b for family in families for b in family.buckets if b not in family.captured}
+        kept = {b for family in families for b in family.captured}
+    if expected == "all":
+        assert not kept
+        assert len(dropped[target]) == (0 if not is_eager and not is_replayed else len(dropped[routed]))
+    else:
+        assert not dropped[routed]
+        assert dropped[target]
+
+
+@pytest.mark.parametrize("family", [None, "qwen3_moe"])
+def test_the_self_test_sees_kv_that_no_output_depends_on(target, routed, monkeypatch, family):
+    engine = Engine(target if family is None else routed)
+    with_graphs(engine)
+    pool, replay = engine.runner.pool, GraphFamily.replay
+
+    def spilling(self, decision, context):
+        output = replay(self, decision, context)
+        if decision.is_replayed:
+            pool.kv[1, ..., -1] += 9.0  # of a row behind those of short prompts, or of an early one
+        return output
+
+    assert SelfTest(engine.runner, None, 256).run() == 0
+    monkeypatch.setattr(GraphFamily, "replay", spilling)
+    prefill = engine.runner.graphs.tokens.family
+    assert SelfTest(engine.runner, None, 256).run() >= len(prefill.buckets)
+    assert prefill.captured == ()
 
 
 def break_skipped(monkeypatch, state):
