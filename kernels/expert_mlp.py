@@ -24,14 +24,18 @@ import torch
 import torch.nn.functional as F
 
 from .combine_experts import combine_experts_reference, combine_experts_triton
-from .expert_products import expert_tiles, store_expert_tile
+from .expert_products import (
+    FEW_SLOTS,
+    MIN_TILE_ROWS,
+    SOME_SLOTS,
+    expert_tiles,
+    pays_grouping,
+    store_expert_tile,
+)
 from .invariant_rows import exp_rounded, linear_rows, silu_mul_rows
 from .prompt_experts import TILE_ROWS, can_multiply, prompt_product_triton
 from .silu_mul import silu_mul_reference
 from .triton_jit import cdiv, jit_varying, tl
-
-# Rows of the smallest tile: the shortest side of a matrix instruction.
-MIN_TILE_ROWS = 16
 
 
 class ExpertForm(NamedTuple):
@@ -214,10 +218,6 @@ class ExpertTile(NamedTuple):
     num_stages: int
 
 
-# Slots of an expert, on average, up to which tiles have 16 rows, and 32. With more, `prompt_experts`
-# multiplies where it can. A power of two of rows lies in each range, so a dry run over those finds all.
-FEW_SLOTS, SOME_SLOTS = MIN_TILE_ROWS, 48
-
 # float32 has no matrix instruction of full precision; it is for tests.
 FLOAT32 = ExpertTile(rows=MIN_TILE_ROWS, out=32, inner=32, num_warps=4, num_stages=2)
 
@@ -260,7 +260,8 @@ def expert_mlp_triton(
     num_slots = ids.numel()
     if num_rows == 0:
         return x.new_empty(x.shape)
-    is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
+    if is_grouped is None:
+        is_grouped = pays_grouping(num_slots, num_experts, form.total)
     is_part = form.total > 0
     if is_prompt is None:
         share = num_slots // (form.total or num_experts)

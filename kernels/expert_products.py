@@ -11,6 +11,20 @@ import torch
 from .group_experts import ExpertTiles, group_experts_triton
 from .triton_jit import jit, tl
 
+MIN_TILE_ROWS = 16  # the shortest side of a matrix instruction
+# Slots of an expert, on average, up to which tiles have 16 rows, and 32: with more, many experts would have a
+# second tile, which reads and multiplies the weights again. A power of two of rows lies in each range, so a
+# dry run over those finds all tiles.
+FEW_SLOTS, SOME_SLOTS = 12, 28
+
+
+def pays_grouping(num_slots: int, num_experts: int, total: int = 0) -> bool:
+    """Whether slots are better grouped by expert: from half as many as experts on, enough of them share one.
+
+    `total`: the number of all experts, where only `num_experts` are here; otherwise 0.
+    """
+    return 2 * num_slots >= (total or num_experts)
+
 
 def expert_tiles(
     ids: torch.Tensor, num_experts: int, tile_rows: int, is_grouped: bool, first: int = 0

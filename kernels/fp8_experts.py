@@ -20,13 +20,18 @@ import torch
 
 from .combine_experts import combine_experts_triton
 from .expert_mlp import PLAIN_EXPERTS, Dequantised, ExpertForm, experts_by_definition
-from .expert_products import check_experts, expert_tiles, store_expert_tile
+from .expert_products import (
+    FEW_SLOTS,
+    MIN_TILE_ROWS,
+    SOME_SLOTS,
+    check_experts,
+    expert_tiles,
+    store_expert_tile,
+)
 from .fp8_expert_rows import fp8_expert_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
 from .quantise_rows import quantise_rows
 from .triton_jit import cdiv, jit_varying, tl
-
-MIN_TILE_ROWS = 16
 
 
 class Fp8Matrices(NamedTuple):
@@ -178,10 +183,10 @@ def fp8_expert_tile(
     if dtype != FP8:  # no matrix instruction of full precision; it is for tests
         return Fp8ExpertTile(rows=MIN_TILE_ROWS, out=32, inner=32, num_warps=4, num_stages=2)
     share = num_slots // num_experts
-    if share <= MIN_TILE_ROWS:
-        return Fp8ExpertTile(rows=MIN_TILE_ROWS, out=64, inner=128, num_warps=4, num_stages=5)
-    if share <= 48:
-        return Fp8ExpertTile(rows=32, out=64, inner=128, num_warps=4, num_stages=4)
+    if share <= FEW_SLOTS:
+        return Fp8ExpertTile(rows=MIN_TILE_ROWS, out=64, inner=128, num_warps=4, num_stages=3)
+    if share <= SOME_SLOTS:
+        return Fp8ExpertTile(rows=32, out=64, inner=128, num_warps=4, num_stages=3)
     if has_blocks or share <= 112:
         return Fp8ExpertTile(rows=64, out=64, inner=128, num_warps=4, num_stages=3)
     return Fp8ExpertTile(rows=128, out=128, inner=128, num_warps=8, num_stages=3)

@@ -23,12 +23,19 @@ import torch
 
 from .combine_experts import combine_experts_triton
 from .expert_mlp import PLAIN_EXPERTS, Dequantised, ExpertForm, experts_by_definition
-from .expert_products import check_experts, expert_tiles, store_expert_tile
+from .expert_products import (
+    FEW_SLOTS,
+    MIN_TILE_ROWS,
+    SOME_SLOTS,
+    check_experts,
+    expert_tiles,
+    pays_grouping,
+    store_expert_tile,
+)
 from .mxfp4 import mxfp4_quarters, unpack_mxfp4
 from .packed_words import SPAN, UNIT, dequantise_words, group_scale, integer_quarters
 from .triton_jit import cdiv, jit, jit_varying, tl
 
-MIN_TILE_ROWS = 16
 MXFP4 = 0  # in the place of the inputs of a group
 GROUPS = (MXFP4, 32, 64, 128)
 
@@ -263,16 +270,17 @@ def packed_expert_tile(
     `group`. It does not change the bits: all tiles take the same matrix instruction of Hopper.
 
     These were the best of 34 tiles on an H200 for experts of gpt-oss-20b and of Qwen3-30B-A3B with 512 to
-    8192 rows. Unpacking costs as much as a product with 64 rows. Tiles of integers with more rows would need
-    more registers than there are.
+    8192 rows, and of 6 with fewer. Unpacking costs as much as a product with 64 rows, so a second tile of an
+    expert costs as much as the first. Tiles of integers with more rows would need more registers than there
+    are.
     """
     if dtype == torch.float32:  # no matrix instruction of full precision; it is for tests
         return PackedExpertTile(rows=MIN_TILE_ROWS, out=32, num_warps=4, num_stages=2)
     share = num_slots // num_experts
-    if share <= MIN_TILE_ROWS:
-        return PackedExpertTile(rows=MIN_TILE_ROWS, out=64, num_warps=4, num_stages=5)
-    if share <= 48:
-        return PackedExpertTile(rows=32, out=64, num_warps=4, num_stages=4)
+    if share <= FEW_SLOTS:
+        return PackedExpertTile(rows=MIN_TILE_ROWS, out=64, num_warps=4, num_stages=3)
+    if share <= SOME_SLOTS:
+        return PackedExpertTile(rows=32, out=64, num_warps=4, num_stages=3)
     rows = 128 if share > 256 and group == MXFP4 else 64
     return PackedExpertTile(rows=rows, out=128, num_warps=8, num_stages=3)
 
@@ -298,7 +306,8 @@ def packed_experts_triton(
         return x.new_empty(x.shape)
     num_experts, double, _ = gate_up.words.shape
     num_slots, top_k = ids.numel(), ids.shape[1]
-    is_grouped = num_slots > num_experts if is_grouped is None else is_grouped
+    if is_grouped is None:
+        is_grouped = pays_grouping(num_slots, num_experts, form.total)
     if tile is None:
         tile = packed_expert_tile(num_slots, form.total or num_experts, x.dtype, gate_up.group)
     tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, is_grouped, form.first)

@@ -8,7 +8,11 @@ from baton.engine.warmup.variants import sizes
 from baton.kernels import context_attention, prompt_experts
 from baton.kernels.context_attention import ContextKV
 from baton.kernels.expert_mlp import ExpertForm, expert_mlp_triton
+from baton.kernels.expert_products import SOME_SLOTS
+from baton.kernels.fp8_experts import Fp8Matrices, fp8_experts_triton
+from baton.kernels.fp8_scales import FP8
 from baton.kernels.launch_plan import decode_launches, encode_launches
+from baton.kernels.packed_experts import PackedMatrices, packed_experts_triton
 from baton.kernels.rope import apply_rope_triton
 from baton.kernels.select_rows import select_last_rows_triton
 from baton.kernels.silu_mul import _silu_mul_kernel, silu_mul_triton
@@ -130,10 +134,10 @@ def planned_experts(num_rows: int, num_experts: int, top_k: int, held: int, inne
 def test_a_dry_run_by_powers_of_two_plans_experts_of_any_number_of_rows(
     num_experts: int, top_k: int, held: int, monkeypatch: pytest.MonkeyPatch
 ):
-    """As on a Hopper GPU: up to 48 slots of an expert on average in small tiles, then in others."""
+    """As on a Hopper GPU: up to SOME_SLOTS slots of an expert on average in small tiles, then in others."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     monkeypatch.setattr(prompt_experts, "can_run", lambda device: True)
-    first_prompt = -(-49 * num_experts // top_k)
+    first_prompt = -(-(SOME_SLOTS + 1) * num_experts // top_k)
     most = 2 * first_prompt + 3
     planned = [each for rows in sizes(most) for each in planned_experts(rows, num_experts, top_k, held)]
     known = {launch.variant for launch in planned}
@@ -146,6 +150,57 @@ def test_a_dry_run_by_powers_of_two_plans_experts_of_any_number_of_rows(
         assert takes_prompts == (num_rows >= first_prompt), num_rows
     kept = decode_launches(encode_launches(planned))
     assert {launch.variant for launch in kept} == known
+
+
+GROUPS = {"mxfp4": 0, "int4": 128}  # of the forms in 4 bits
+
+
+def planned_quantised(num_rows: int, num_experts: int, top_k: int, form: str) -> list[Launch]:
+    """The launches of `num_rows` rows with experts in 4 or 8 bits."""
+    with FakeTensorMode(), planned_launches() as planned:
+        x = torch.empty(num_rows, 256, dtype=torch.bfloat16)
+        ids, shares = torch.empty(num_rows, top_k, dtype=torch.int32), torch.empty(num_rows, top_k)
+        sizes_of = (2 * 128, 256), (256, 128)
+        if form.startswith("fp8"):
+            blocks = form == "fp8 blocks"
+            matrices = [
+                Fp8Matrices(
+                    torch.empty(num_experts, out, size, dtype=FP8),
+                    torch.empty(num_experts, *((out // 128, size // 128) if blocks else (out,))),
+                )
+                for out, size in sizes_of
+            ]
+            fp8_experts_triton(x, ids, shares, *matrices)
+        else:
+            group = GROUPS[form]
+            packed = [
+                PackedMatrices(
+                    torch.empty(num_experts, out, size // 4, dtype=torch.int16),
+                    torch.empty(num_experts, size // (group or 128), out, dtype=torch.int32),
+                    group,
+                )
+                for out, size in sizes_of
+            ]
+            packed_experts_triton(x, ids, shares, *packed)
+    return planned
+
+
+@pytest.mark.parametrize("form", [*GROUPS, "fp8", "fp8 blocks"])
+@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (8, 2)], ids=str)
+def test_a_dry_run_plans_quantised_experts_of_any_number_of_rows(num_experts: int, top_k: int, form: str):
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    most = -(-300 * num_experts // top_k)  # behind the last border of the tiles, 256 slots an expert
+    known = {
+        launch.variant for rows in sizes(most) for launch in planned_quantised(rows, num_experts, top_k, form)
+    }
+    borders = {
+        share * num_experts // top_k + more
+        for share in (0, 1, 12, 13, 28, 29, 112, 113, 256)
+        for more in (0, 1)
+    }
+    for num_rows in sorted({*range(1, most, max(most // 40, 1)), *borders} - {0}):
+        asked = {launch.variant for launch in planned_quantised(num_rows, num_experts, top_k, form)}
+        assert asked <= known, num_rows
 
 
 def test_experts_whose_tiles_cannot_be_copied_keep_the_small_tiles(monkeypatch: pytest.MonkeyPatch):
