@@ -555,6 +555,7 @@ class EngineLoader:
             num_layers=config.num_layers,
             num_weights=self._forward_weights(),
             weight_bytes=held,
+            has_experts=config.moe is not None,
         )
         return choose_sizes(card, sizes, self._role(), self._token_budget(), self._given)
 

@@ -26,6 +26,7 @@ MATRIX = re.compile(r"\.layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts
 PACKED, VALUES_A_WORD = ".qweight", 8  # of 4-bit values in words of 32 bits
 MXFP4, VALUES_A_BYTE = "_blocks", 2  # of 4-bit values of experts, in blocks that are the third dimension
 MXFP4_SCALES, BLOCKS_A_PART = "_scales", 4  # a worker fills blocks up to whole parts
+EMBEDDING = "embed_tokens.weight"
 LATENT_UP = ".kv_b_proj."  # the projection of latents, which a worker keeps in the dtype of the model
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
@@ -183,29 +184,74 @@ def count_weights(directory: Path) -> int:
     return counted or _dense_weights(directory)
 
 
-def weight_bytes(
+@dataclass(frozen=True, kw_only=True)
+class RankWeights:
+    """The bytes of a model's tensors in the memory of one rank: those of all experts, of an embedding that is
+    no head, and all others. `top_k`: experts of a row, of `num_experts`.
+    """
+
+    others: int
+    embedding: int = 0
+    experts: int = 0
+    num_experts: int = 0
+    top_k: int = 0
+
+    @property
+    def total(self) -> int:
+        """All bytes."""
+        return self.others + self.embedding + self.experts
+
+    def read_by(self, num_rows: int) -> float:
+        """The bytes that a step of `num_rows` rows reads, if each chooses its experts by itself. Rows of the
+        embedding are too few to count.
+        """
+        if not self.num_experts:
+            return float(self.others)
+        missed = (1 - self.top_k / self.num_experts) ** num_rows
+        return self.others + self.experts * (1 - missed)
+
+
+def rank_weights(
     directory: Path, dtype_bytes: int, quantize: str = "none", *, tp: int = 1, expert_ranks: int = 1
-) -> int:
-    """The bytes of a model's tensors in the memory of one rank, where `tp` ranks share the model and
-    `expert_ranks` its experts. Floating-point tensors take the model's dtype, others stay as stored.
+) -> RankWeights:
+    """The tensors of a model on one rank, where `tp` ranks share the model and `expert_ranks` its experts.
+    Floating-point tensors take the model's dtype, others stay as stored.
 
     With `quantize`, each value of the layers' matrices takes one byte. A directory without weights counts as
-    a dense decoder of its config. Raises ConfigError for an unusable config.
+    a Llama-like decoder of its config. Raises ConfigError for an unusable config.
     """
-    is_module, rounded = _is_module_of(directory), 1 if quantize != "none" else dtype_bytes
-    total = experts = 0
-    for name, entry in _entries(directory).items():
-        if is_module(name):
-            continue
-        size = _loaded_bytes(name, entry, dtype_bytes, rounded)
-        total += size
-        experts += size if ".experts." in name else 0
-    if total:
-        return (total - experts) // tp + experts // expert_ranks
-    config = read_config(directory)
-    vocabulary = _count(config, "hidden_size", directory) * _count(config, "vocab_size", directory)
-    vocabulary *= 1 if config.get("tie_word_embeddings") else 2
-    return ((_dense_weights(directory) - vocabulary) * rounded + vocabulary * dtype_bytes) // tp
+    config, rounded = read_config(directory), 1 if quantize != "none" else dtype_bytes
+    chosen = experts_of(config, directory)
+    total, embedding, experts = _tensor_bytes(directory, dtype_bytes, rounded)
+    if not total:
+        table = _count(config, "hidden_size", directory) * _count(config, "vocab_size", directory)
+        heads = table * (1 if config.get("tie_word_embeddings") else 2)
+        without = _dense_weights(directory, 0)
+        experts = (_dense_weights(directory) - without) * rounded
+        embedding = table * dtype_bytes
+        total = (without - heads) * rounded + heads * dtype_bytes + experts
+    if config.get("tie_word_embeddings"):
+        embedding = 0  # it is the head, which a step reads
+    return RankWeights(
+        others=(total - embedding - experts) // tp,
+        embedding=embedding // tp,
+        experts=experts // expert_ranks,
+        num_experts=0 if chosen is None else chosen.num_experts,
+        top_k=0 if chosen is None else chosen.top_k,
+    )
+
+
+def _tensor_bytes(directory: Path, dtype_bytes: int, rounded: int) -> tuple[int, int, int]:
+    """The loaded bytes of a model's tensors, of its embedding and of its experts, by the shards' headers."""
+    is_module = _is_module_of(directory)
+    sizes = {
+        name: _loaded_bytes(name, entry, dtype_bytes, rounded)
+        for name, entry in _entries(directory).items()
+        if not is_module(name)
+    }
+    embedding = sum(size for name, size in sizes.items() if name.endswith(EMBEDDING))
+    experts = sum(size for name, size in sizes.items() if ".experts." in name)
+    return sum(sizes.values()), embedding, experts
 
 
 def _loaded_bytes(name: str, entry: Mapping[str, Any], dtype_bytes: int, rounded: int) -> int:

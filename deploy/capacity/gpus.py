@@ -21,10 +21,13 @@ from .sizing import Measured, PlannedLoad, places_of, split_of
 from .worker_sizes import ModelNeed
 
 PREFILL_SHARE = 0.6  # of the arithmetic rate, in matrix products
+EXPERTS_PREFILL_SHARE = 0.45  # the same with experts, whose products have fewer rows each
 ATTENTION_SHARE = 0.28  # of the arithmetic rate, in prefill attention
 DECODE_SHARE = 0.75  # of the memory rate, in decode steps
 DRAFT_GAIN = 1.5  # decode with a head that gets 3 tokens accepted, at 128 requests
 LINK_RATE = 6.8e9  # bytes per second through shared memory of one host, with its digest
+NVLINK_SHARE = 0.5  # of NVLink's rate, in pulls between slabs in GPU memory, with their digests
+NVLINK_FIXED = 0.001  # seconds of such a hand-off, beside its bytes
 DECODE_PARTS = 2  # of the memory for KV on a shared GPU, to one of prefill
 SHARES = 1000  # a share of memory is a multiple of 1 / SHARES
 TYPICAL = PlannedLoad(prompt=2048, output=256, rate=1.0)
@@ -39,6 +42,7 @@ class GpuModel:
     tflops: float  # dense bfloat16 products, 1e12 per second
     gb_per_s: float  # of its memory, 1e9 bytes per second
     capability: tuple[int, int]
+    nvlink: float = 0.0  # 1e9 bytes per second to another of its host, one way; 0: none
 
     @property
     def memory(self) -> int:
@@ -55,12 +59,12 @@ class GpuModel:
 
 
 GPUS = (
-    GpuModel(name="B200", memory_mib=183359, tflops=2250, gb_per_s=8000, capability=(10, 0)),
-    GpuModel(name="H200", memory_mib=143771, tflops=989, gb_per_s=4800, capability=(9, 0)),
-    GpuModel(name="H100", memory_mib=81559, tflops=989, gb_per_s=3350, capability=(9, 0)),
+    GpuModel(name="B200", memory_mib=183359, tflops=2250, gb_per_s=8000, capability=(10, 0), nvlink=900),
+    GpuModel(name="H200", memory_mib=143771, tflops=989, gb_per_s=4800, capability=(9, 0), nvlink=450),
+    GpuModel(name="H100", memory_mib=81559, tflops=989, gb_per_s=3350, capability=(9, 0), nvlink=450),
     GpuModel(name="H100 PCIe", memory_mib=81559, tflops=756, gb_per_s=2000, capability=(9, 0)),
-    GpuModel(name="A100", memory_mib=81920, tflops=312, gb_per_s=2039, capability=(8, 0)),
-    GpuModel(name="A100", memory_mib=40960, tflops=312, gb_per_s=1555, capability=(8, 0)),
+    GpuModel(name="A100", memory_mib=81920, tflops=312, gb_per_s=2039, capability=(8, 0), nvlink=300),
+    GpuModel(name="A100", memory_mib=40960, tflops=312, gb_per_s=1555, capability=(8, 0), nvlink=300),
     GpuModel(name="L40S", memory_mib=46068, tflops=362, gb_per_s=864, capability=(8, 9)),
     GpuModel(name="RTX 5090", memory_mib=32607, tflops=209, gb_per_s=1792, capability=(12, 0)),
     GpuModel(name="RTX 4090", memory_mib=24564, tflops=165, gb_per_s=1008, capability=(8, 9)),
@@ -72,15 +76,20 @@ CPU = "CPU"
 CPU_CORES = 16  # of the CPU that is listed
 CORE_TFLOPS = 0.08  # 32 operations a cycle, 2.5 GHz
 CHANNEL_GB_PER_S, CORES_A_CHANNEL, MOST_CHANNELS = 25.6, 4, 8
+PCIE = "PCIE"  # in the driver's name of a card that has NVLink only with a bridge
 STAND_IN = "H100"  # its ratio of arithmetic to memory rate is assumed for a GPU that is not listed
 
 
 def gpu_model(card: Card) -> GpuModel:
-    """The listed GPU that the driver's name means, with the card's memory; for others, STAND_IN's rates."""
+    """The listed GPU that the driver's name means, with the card's memory; for others, STAND_IN's rates, but
+    no NVLink.
+    """
     words = card.name.replace("-", " ").split()
     known = [gpu for gpu in GPUS if all(word in words for word in gpu.name.split())]
     best = max(known, key=lambda gpu: (len(gpu.name), -abs(gpu.memory - card.total)), default=None)
     chosen = best or next(gpu for gpu in GPUS if gpu.name == STAND_IN)
+    if best is None or PCIE in card.name.upper():
+        chosen = replace(chosen, nvlink=0.0)
     return replace(chosen, name=card.name, memory_mib=card.total >> 20, capability=card.capability)
 
 
@@ -172,12 +181,14 @@ def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad) -> Measured:
     shape, model, flops = need.shape, need.prefill.model, gpu.tflops * 1e12
     attention = 4 * shape.num_layers * model.num_heads * model.head_dim  # per token and token before it
     held = max(1, places_of(shape, load)) * (load.prompt + load.output / 2)  # tokens that a step reads
-    moved = model.num_weights * model.dtype_bytes + held * shape.kv_bytes
+    moved = need.decode.weights.read_by(max(1, places_of(shape, load))) + held * shape.kv_bytes
+    share = EXPERTS_PREFILL_SHARE if model.has_experts else PREFILL_SHARE
     step_s = moved / (DECODE_SHARE * gpu.gb_per_s * 1e9)
     return Measured(
-        prefill_rate=PREFILL_SHARE * flops / (2 * model.num_weights),
+        prefill_rate=share * flops / (2 * model.num_weights),
         slowing=attention / (ATTENTION_SHARE * flops),
-        bandwidth=LINK_RATE,
+        bandwidth=NVLINK_SHARE * gpu.nvlink * 1e9 if gpu.nvlink else LINK_RATE,
+        fixed_s=NVLINK_FIXED if gpu.nvlink else 0.0,
         tpot_s=step_s / (DRAFT_GAIN if need.has_head else 1.0),
     )
 

@@ -25,6 +25,7 @@ from ...engine.hub import NGRAM
 from ...engine.kv.budget import PageBudget
 from .checkpoints import (
     KVShape,
+    RankWeights,
     count_head_weights,
     count_used_weights,
     experts_of,
@@ -32,9 +33,9 @@ from .checkpoints import (
     head_dir,
     head_kv_bytes,
     observes_late,
+    rank_weights,
     read_config,
     shape_of,
-    weight_bytes,
 )
 
 QUERY = "name,memory.total,memory.reserved,memory.free,compute_cap"
@@ -62,11 +63,14 @@ def find_card(device: str, ask: Callable[[Sequence[str]], str]) -> Card:
 
 @dataclass(frozen=True, kw_only=True)
 class WorkerNeed:
-    """What a worker's sizes depend on, beside its GPU and its settings. `per_token`: memory of a token."""
+    """What a worker's sizes depend on, beside its GPU and its settings. `per_token`: memory of a token.
+    `weights`: of the target on one rank.
+    """
 
     model: ModelSizes
     role: EngineRole
     per_token: PageBudget
+    weights: RankWeights
 
     def sizes_on(self, card: Card, given: GivenSizes) -> EngineSizes:
         """The sizes of the worker on `card`. Raises ConfigError for what does not fit."""
@@ -151,26 +155,29 @@ def worker_need(
     draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype, config.kv_dtype)
     kv_bytes = _rank_kv_bytes(shape, config.tensor_ranks)
+    weights = _rank_weights(model, shape.dtype_bytes, config)
     if isinstance(config, PrefillConfig):
         named = set() if draft is None else set(feature_layers(read_config(draft)))
         others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
         shape = replace(shape, num_features=shape.num_features + len(others))
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config),
+            model=_model_sizes(model, None, dtype, config, weights),
             role=EngineRole(
                 is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
             ),
             per_token=PageBudget(kv_bytes=kv_bytes, feature_bytes=shape.feature_bytes),
+            weights=weights,
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config),
+            model=_model_sizes(model, None, dtype, config, weights),
             role=EngineRole(
                 is_decode=True,
                 is_aggregated=config.aggregated,
                 is_deterministic=config.deterministic,
             ),
             per_token=PageBudget(kv_bytes=kv_bytes),
+            weights=weights,
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
     per_token, late_rows = PageBudget(kv_bytes=kv_bytes), 0
@@ -180,7 +187,7 @@ def worker_need(
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
         per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
     return WorkerNeed(
-        model=_model_sizes(model, draft, dtype, config),
+        model=_model_sizes(model, draft, dtype, config, weights),
         role=EngineRole(
             is_decode=True,
             is_aggregated=config.aggregated,
@@ -192,6 +199,7 @@ def worker_need(
             late_rows=late_rows,
         ),
         per_token=per_token,
+        weights=weights,
     )
 
 
@@ -200,8 +208,17 @@ def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
     return shape.kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
 
 
+def _rank_weights(model: Path, dtype_bytes: int, worker: PrefillConfig | DecodeConfig) -> RankWeights:
+    """The weights of a model on one rank of `worker`."""
+    tp, expert_ranks = worker.tensor_ranks, worker.num_ranks
+    try:
+        return rank_weights(model, dtype_bytes, worker.quantize, tp=tp, expert_ranks=expert_ranks)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{model}: a shard's header lacks {error!r}; copy the shard again") from None
+
+
 def _model_sizes(
-    model: Path, draft: Path | None, dtype: str, worker: PrefillConfig | DecodeConfig
+    model: Path, draft: Path | None, dtype: str, worker: PrefillConfig | DecodeConfig, weights: RankWeights
 ) -> ModelSizes:
     """The sizes of a model on one rank of `worker`."""
     config, shape, tp = read_config(model), shape_of(model, None, dtype), worker.tensor_ranks
@@ -226,8 +243,8 @@ def _model_sizes(
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
             num_weights=(used if config.get("tie_word_embeddings") else used - vocabulary) // tp,
-            weight_bytes=of_head * shape.dtype_bytes
-            + weight_bytes(model, shape.dtype_bytes, worker.quantize, tp=tp, expert_ranks=worker.num_ranks),
+            weight_bytes=of_head * shape.dtype_bytes + weights.total,
+            has_experts=experts is not None,
         )
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

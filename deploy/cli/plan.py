@@ -328,7 +328,7 @@ def _estimated(config: PlanConfig, rates: Measured) -> Measured:
         prefill_rate=config.prefill_rate or rates.prefill_rate,
         slowing=0.0 if config.prefill_rate else rates.slowing,
         bandwidth=link or rates.bandwidth,
-        fixed_s=config.fixed_ms / 1e3,
+        fixed_s=config.fixed_ms / 1e3 or (0.0 if link else rates.fixed_s),
         tpot_s=config.tpot_ms / 1e3 or rates.tpot_s,
     )
 

@@ -7,7 +7,7 @@ import pytest
 from baton.cluster.config.load import load_config
 from baton.cluster.config.roles import DecodeConfig, PrefillConfig, UpConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import KVShape
+from baton.deploy.capacity.checkpoints import KVShape, RankWeights
 from baton.deploy.capacity.gpus import least_share
 from baton.deploy.capacity.worker_sizes import ModelNeed, WorkerNeed, need_of_roles
 from baton.deploy.up.children import child_configs
@@ -25,7 +25,10 @@ MODEL = ModelSizes(
     max_context=131072, dtype_bytes=2, num_layers=32, num_weights=7_500_000_000, weight_bytes=16_060_000_000,
 )  # fmt: skip
 PREFILL = WorkerNeed(
-    model=MODEL, role=EngineRole(is_decode=False), per_token=PageBudget(kv_bytes=SHAPE.kv_bytes)
+    model=MODEL,
+    role=EngineRole(is_decode=False),
+    per_token=PageBudget(kv_bytes=SHAPE.kv_bytes),
+    weights=RankWeights(others=15_000_000_000, embedding=1_060_000_000),
 )
 NEED = ModelNeed(shape=SHAPE, prefill=PREFILL, decode=replace(PREFILL, role=EngineRole(is_decode=True)))
 DRAFTING = EngineRole(is_decode=True, num_features=3, num_nodes=4, num_shapes=4, spare_slots=4)
