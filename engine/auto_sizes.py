@@ -3,9 +3,9 @@
 
 On a CPU the sizes are constants. On a GPU:
 
-    chunk_size            tokens of a forward that lasts PREFILL_FORWARD_S, a power of two
+    chunk_size            tokens of a forward that lasts PREFILL_FORWARD_S without experts, a power of two
     max_batch             a request per CHUNK_PER_REQUEST tokens of the chunk
-    local_prefill_tokens  the same, but from MIN_LOCAL tokens on, and fewer with experts: running streams wait
+    local_prefill_tokens  the same, also with experts, but from MIN_LOCAL tokens on: running streams wait
     KV memory             share of the card - context - weights - workspace - context buffers - slabs
     max_running           the largest of RUNNING whose requests of REQUEST_TOKENS tokens fit the KV pool
     max_context           the model's, or what the KV pool holds
@@ -344,7 +344,7 @@ class _Choice:
     def _chunk(self) -> tuple[int, str]:
         if not self.card.is_gpu:
             return CPU_CHUNK, CPU
-        # with experts as many as without: each gets more rows, and on prefill no stream waits
+        # As many tokens as for a dense model: experts get more rows each, and on prefill no stream waits.
         chunk = min(MAX_CHUNK, max(MIN_CHUNK, self._timed_tokens(self.card.rate)))
         return chunk, self._forward_time(chunk)
 

@@ -16,6 +16,7 @@ import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import expert_mlp_reference
+from .expert_products import MIN_TILE_ROWS
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .rms_norm import NextNorm
 from .route_experts import (
@@ -30,7 +31,6 @@ from .route_experts import (
 from .row_product import gated, load_squares, row_product
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
-MIN_TILE_ROWS = 16
 MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
 MAX_INNER = 1536  # rows times the inner values of an expert: each row reads its experts for itself
 

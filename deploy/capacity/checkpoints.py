@@ -26,7 +26,7 @@ MATRIX = re.compile(r"\.layers\.\d+\.(?!.*kv_b_proj).*(_proj|_with_mqa|\.experts
 PACKED, VALUES_A_WORD = ".qweight", 8  # of 4-bit values in words of 32 bits
 MXFP4, VALUES_A_BYTE = "_blocks", 2  # of 4-bit values of experts, in blocks that are the third dimension
 MXFP4_SCALES, BLOCKS_A_PART = "_scales", 4  # a worker fills blocks up to whole parts
-EMBEDDING = "embed_tokens.weight"
+EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 LATENT_UP = ".kv_b_proj."  # the projection of latents, which a worker keeps in the dtype of the model
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 EAGLE_NAMES = (["LlamaForCausalLMEagle"], ["EagleLlamaForCausalLM"], ["Qwen2ForCausalLMEagle"])
@@ -186,8 +186,8 @@ def count_weights(directory: Path) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class RankWeights:
-    """The bytes of a model's tensors in the memory of one rank: those of all experts, of an embedding that is
-    no head, and all others. `top_k`: experts of a row, of `num_experts`.
+    """The bytes of a model's tensors in the memory of one rank: those of all experts, of an embedding beside
+    a head of its own, and all others. `top_k`: experts of a row, of `num_experts`.
     """
 
     others: int
@@ -228,10 +228,8 @@ def rank_weights(
         heads = table * (1 if config.get("tie_word_embeddings") else 2)
         without = _dense_weights(directory, 0)
         experts = (_dense_weights(directory) - without) * rounded
-        embedding = table * dtype_bytes
+        embedding = heads * dtype_bytes - table * dtype_bytes
         total = (without - heads) * rounded + heads * dtype_bytes + experts
-    if config.get("tie_word_embeddings"):
-        embedding = 0  # it is the head, which a step reads
     return RankWeights(
         others=(total - embedding - experts) // tp,
         embedding=embedding // tp,
@@ -242,14 +240,17 @@ def rank_weights(
 
 
 def _tensor_bytes(directory: Path, dtype_bytes: int, rounded: int) -> tuple[int, int, int]:
-    """The loaded bytes of a model's tensors, of its embedding and of its experts, by the shards' headers."""
+    """The loaded bytes of a model's tensors, of its embedding beside a head of its own, and of its experts,
+    by the shards' headers. Without a head the embedding is the head, which every step reads.
+    """
     is_module = _is_module_of(directory)
     sizes = {
         name: _loaded_bytes(name, entry, dtype_bytes, rounded)
         for name, entry in _entries(directory).items()
         if not is_module(name)
     }
-    embedding = sum(size for name, size in sizes.items() if name.endswith(EMBEDDING))
+    has_head = any(name.endswith(HEAD) for name in sizes)
+    embedding = sum(size for name, size in sizes.items() if has_head and name.endswith(EMBEDDING))
     experts = sum(size for name, size in sizes.items() if ".experts." in name)
     return sum(sizes.values()), embedding, experts
 

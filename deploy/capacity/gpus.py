@@ -76,7 +76,7 @@ CPU = "CPU"
 CPU_CORES = 16  # of the CPU that is listed
 CORE_TFLOPS = 0.08  # 32 operations a cycle, 2.5 GHz
 CHANNEL_GB_PER_S, CORES_A_CHANNEL, MOST_CHANNELS = 25.6, 4, 8
-PCIE = "PCIE"  # in the driver's name of a card that has NVLink only with a bridge
+BRIDGED = ("PCIE", "NVL")  # words in the driver's name of a card that has NVLink only with a bridge
 STAND_IN = "H100"  # its ratio of arithmetic to memory rate is assumed for a GPU that is not listed
 
 
@@ -88,7 +88,7 @@ def gpu_model(card: Card) -> GpuModel:
     known = [gpu for gpu in GPUS if all(word in words for word in gpu.name.split())]
     best = max(known, key=lambda gpu: (len(gpu.name), -abs(gpu.memory - card.total)), default=None)
     chosen = best or next(gpu for gpu in GPUS if gpu.name == STAND_IN)
-    if best is None or PCIE in card.name.upper():
+    if best is None or any(word.upper() in BRIDGED for word in words):
         chosen = replace(chosen, nvlink=0.0)
     return replace(chosen, name=card.name, memory_mib=card.total >> 20, capability=card.capability)
 
@@ -180,8 +180,8 @@ def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad) -> Measured:
     """The rates of workers of this model on this GPU, from the data sheet, for `load`."""
     shape, model, flops = need.shape, need.prefill.model, gpu.tflops * 1e12
     attention = 4 * shape.num_layers * model.num_heads * model.head_dim  # per token and token before it
-    held = max(1, places_of(shape, load)) * (load.prompt + load.output / 2)  # tokens that a step reads
-    moved = need.decode.weights.read_by(max(1, places_of(shape, load))) + held * shape.kv_bytes
+    num_requests = max(1, places_of(shape, load))
+    moved = need.decode.step_bytes(num_requests, num_requests * (load.prompt + load.output / 2))
     share = EXPERTS_PREFILL_SHARE if model.has_experts else PREFILL_SHARE
     step_s = moved / (DECODE_SHARE * gpu.gb_per_s * 1e9)
     return Measured(

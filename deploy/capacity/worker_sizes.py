@@ -64,13 +64,19 @@ def find_card(device: str, ask: Callable[[Sequence[str]], str]) -> Card:
 @dataclass(frozen=True, kw_only=True)
 class WorkerNeed:
     """What a worker's sizes depend on, beside its GPU and its settings. `per_token`: memory of a token.
-    `weights`: of the target on one rank.
+    `weights`: of the target on one rank. `expert_ranks`: those whose rows meet in a layer of experts.
     """
 
     model: ModelSizes
     role: EngineRole
     per_token: PageBudget
     weights: RankWeights
+    expert_ranks: int = 1
+
+    def step_bytes(self, num_requests: int, num_tokens: float) -> float:
+        """The bytes that a rank reads for a step of so many requests, with `num_tokens` tokens of KV."""
+        num_rows = num_requests * self.role.num_nodes * self.expert_ranks
+        return self.weights.read_by(num_rows) + num_tokens * self.per_token.kv_bytes
 
     def sizes_on(self, card: Card, given: GivenSizes) -> EngineSizes:
         """The sizes of the worker on `card`. Raises ConfigError for what does not fit."""
@@ -155,7 +161,7 @@ def worker_need(
     draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype, config.kv_dtype)
     kv_bytes = _rank_kv_bytes(shape, config.tensor_ranks)
-    weights = _rank_weights(model, shape.dtype_bytes, config)
+    weights, expert_ranks = _rank_weights(model, shape.dtype_bytes, config), _expert_ranks(config)
     if isinstance(config, PrefillConfig):
         named = set() if draft is None else set(feature_layers(read_config(draft)))
         others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
@@ -167,6 +173,7 @@ def worker_need(
             ),
             per_token=PageBudget(kv_bytes=kv_bytes, feature_bytes=shape.feature_bytes),
             weights=weights,
+            expert_ranks=expert_ranks,
         )
     if config.no_draft or (draft is None and config.draft != NGRAM):
         return WorkerNeed(
@@ -178,6 +185,7 @@ def worker_need(
             ),
             per_token=PageBudget(kv_bytes=kv_bytes),
             weights=weights,
+            expert_ranks=expert_ranks,
         )
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
     per_token, late_rows = PageBudget(kv_bytes=kv_bytes), 0
@@ -200,6 +208,7 @@ def worker_need(
         ),
         per_token=per_token,
         weights=weights,
+        expert_ranks=expert_ranks,
     )
 
 
@@ -208,13 +217,20 @@ def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
     return shape.kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
 
 
+def _expert_ranks(worker: PrefillConfig | DecodeConfig) -> int:
+    """The ranks whose rows meet in a layer of experts."""
+    return worker.num_ranks // worker.tensor_ranks
+
+
 def _rank_weights(model: Path, dtype_bytes: int, worker: PrefillConfig | DecodeConfig) -> RankWeights:
     """The weights of a model on one rank of `worker`."""
     tp, expert_ranks = worker.tensor_ranks, worker.num_ranks
     try:
         return rank_weights(model, dtype_bytes, worker.quantize, tp=tp, expert_ranks=expert_ranks)
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{model}: a shard's header lacks {error!r}; copy the shard again") from None
+        raise ConfigError(f"{model}: a shard's header has no usable {error}; copy the shard again") from None
 
 
 def _model_sizes(
@@ -222,7 +238,7 @@ def _model_sizes(
 ) -> ModelSizes:
     """The sizes of a model on one rank of `worker`."""
     config, shape, tp = read_config(model), shape_of(model, None, dtype), worker.tensor_ranks
-    gathered = worker.num_ranks // tp  # ranks whose rows meet in a layer of experts
+    gathered = _expert_ranks(worker)
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
         of_head = 0 if draft is None else count_head_weights(draft)
@@ -242,9 +258,11 @@ def _model_sizes(
             max_context=int(config.get("max_position_embeddings") or 2048),
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
-            num_weights=(used if config.get("tie_word_embeddings") else used - vocabulary) // tp,
+            num_weights=(used - vocabulary if weights.embedding else used) // tp,
             weight_bytes=of_head * shape.dtype_bytes + weights.total,
             has_experts=experts is not None,
         )
+    except ConfigError:
+        raise
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"{model}/config.json: {error!r} is missing or no number; copy it again") from None

@@ -328,7 +328,7 @@ def _estimated(config: PlanConfig, rates: Measured) -> Measured:
         prefill_rate=config.prefill_rate or rates.prefill_rate,
         slowing=0.0 if config.prefill_rate else rates.slowing,
         bandwidth=link or rates.bandwidth,
-        fixed_s=config.fixed_ms / 1e3 or (0.0 if link else rates.fixed_s),
+        fixed_s=config.fixed_ms / 1e3,
         tpot_s=config.tpot_ms / 1e3 or rates.tpot_s,
     )
 
@@ -337,7 +337,8 @@ def _sources(config: PlanConfig, gpu: GpuModel, need: ModelNeed) -> str:
     """Where the rates come from, for the last line."""
     weights = f"{need.prefill.model.num_weights / 1e9:.3g} billion weights that a token uses"
     source = "cores and memory channels" if gpu.name == CPU else "data sheet"
-    sheet = f"the {source} of {gpu.name} ({gpu.tflops:g} TFLOP/s, {gpu.gb_per_s:g} GB/s) and {weights}"
+    link = f", NVLink {gpu.nvlink:g} GB/s" if gpu.nvlink else ""
+    sheet = f"the {source} of {gpu.name} ({gpu.tflops:g} TFLOP/s, {gpu.gb_per_s:g} GB/s{link}) and {weights}"
     names = ("prefill_rate", "tpot_ms", "bandwidth")
     given = [flag_of(name) for name in names if getattr(config, name)]
     given += ["--pull"] if config.pull else []

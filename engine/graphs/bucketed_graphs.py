@@ -150,7 +150,8 @@ class GraphFamily(Generic[ContextT, OutputT]):
         """
         if decision.kind is not self.kind or decision.bucket not in self._graphs:
             raise GraphError(f"{decision} is no decision for the graphs {self.captured} of {self.kind.value}")
-        if self._forward is not None and not decision.is_replayed:
+        if not decision.is_replayed:
+            assert self._forward is not None, "a captured bucket was captured from something"
             return self._forward(decision.bucket, Breaks(context))
         return self._graphs[decision.bucket].replay(context)
 
@@ -167,7 +168,11 @@ class GraphFamily(Generic[ContextT, OutputT]):
             return False
         found = difference or "on another rank"
         logger.error(
-            "graph %s %d differs from the eager path at %d: %s; dropped", self.kind.value, bucket, size, found
+            "graph %s %d differs from the eager path at %d: %s; dropped, its batches run eagerly",
+            self.kind.value,
+            bucket,
+            size,
+            found,
         )
         self.drop(bucket)
         self._lose(bucket, is_voted=not difference)

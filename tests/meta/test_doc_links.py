@@ -20,7 +20,7 @@ def prose(path: Path) -> str:
 
 
 def anchors(path: Path) -> set[str]:
-    """The names of a page's headings, as GitHub makes them: letters, digits and hyphens, spaces as hyphens."""
+    """The names of a page's headings as GitHub makes them: letters, digits, hyphens; spaces as hyphens."""
     found = set()
     for heading in re.findall(r"^#{1,6} +(.*)$", prose(path), flags=re.MULTILINE):
         shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip().lower()

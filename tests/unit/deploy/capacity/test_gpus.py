@@ -7,7 +7,13 @@ from dataclasses import replace
 import pytest
 from baton.cluster.config.roles import DecodeConfig
 from baton.cluster.errors import ConfigError
-from baton.deploy.capacity.checkpoints import KVShape, count_weights, feature_layers, head_dir
+from baton.deploy.capacity.checkpoints import (
+    KVShape,
+    count_weights,
+    feature_layers,
+    head_dir,
+    rank_weights,
+)
 from baton.deploy.capacity.gpus import (
     GPUS,
     TYPICAL,
@@ -111,6 +117,8 @@ def test_hand_offs_over_nvlink_take_what_two_h200s_took(need):
         ("NVIDIA A100-SXM4-80GB", True),
         ("NVIDIA A100-PCIE-40GB", False),
         ("NVIDIA H100 PCIe", False),
+        ("NVIDIA H100 NVL", False),
+        ("NVIDIA H200 NVL", False),
         ("NVIDIA L40S", False),
         ("A card of next year", False),
     ):
@@ -153,10 +161,20 @@ def test_estimates_with_experts_lie_near_measurements_of_an_h200(experts):
 
 
 def test_decode_gets_more_gpus_where_its_steps_read_all_experts(experts):
-    as_one_row = replace(experts.decode.weights, num_experts=0, experts=0)
-    dense = replace(experts, decode=replace(experts.decode, weights=as_one_row))
+    weights = experts.decode.weights
+    of_one_row = replace(weights, others=int(weights.read_by(1)), experts=0, num_experts=0)
+    as_if_dense = replace(experts, decode=replace(experts.decode, weights=of_one_row))
     cards = [H200.card] * 8
-    assert split_on(cards, experts)[1] > split_on(cards, dense)[1]
+    assert split_on(cards, experts)[1] > split_on(cards, as_if_dense)[1]
+
+
+def test_rows_of_all_ranks_and_of_drafts_choose_experts(experts):
+    decode = experts.decode
+    alone, drafting = decode.step_bytes(4, 0), replace(decode, role=replace(decode.role, num_nodes=4))
+    assert alone == decode.weights.read_by(4)
+    assert drafting.step_bytes(4, 0) == decode.step_bytes(16, 0) > alone
+    assert replace(decode, expert_ranks=2).step_bytes(4, 0) == decode.step_bytes(8, 0)
+    assert decode.step_bytes(4, 1000) == alone + 1000 * experts.shape.kv_bytes
 
 
 @pytest.mark.parametrize("lost", ["shape", "dtype", "data_offsets"])
@@ -166,8 +184,38 @@ def test_a_shard_whose_header_lacks_a_key_is_one_line(tmp_path, lost):
     del entry[lost]
     header = json.dumps({"model.norm.weight": entry}).encode()
     (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
-    with pytest.raises(ConfigError, match=f"{tmp_path}.*{lost}"):
+    with pytest.raises(ConfigError) as caught:
         need_of(tmp_path)
+    assert str(caught.value) == f"{tmp_path}: a shard's header has no usable '{lost}'; copy the shard again"
+
+
+@pytest.mark.parametrize("lost", ["vocab_size", "num_experts_per_tok"])
+def test_a_config_that_lacks_a_key_is_not_blamed_on_a_shard(tmp_path, lost):
+    config = {key: value for key, value in QWEN3_30B.items() if key != lost}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=f"^{tmp_path}/config.json: {lost} is None"):
+        need_of(tmp_path)
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_an_embedding_that_is_the_head_is_read_by_every_step(tmp_path, has_head):
+    """Some families tie both by default, and their configs do not say so."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_8B))
+    names = ["model.embed_tokens.weight", "model.norm.weight"] + ["lm_head.weight"] * has_head
+    entry = {"shape": [8, 4], "dtype": "BF16", "data_offsets": [0, 64]}
+    header = json.dumps(dict.fromkeys(names, entry)).encode()
+    (tmp_path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    weights = rank_weights(tmp_path, 2)
+    assert weights.total == 64 * len(names)
+    assert weights.read_by(1) == 128
+
+
+def test_ranks_share_all_weights_and_experts_by_their_own_number(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3_30B))
+    whole, part = rank_weights(tmp_path, 2), rank_weights(tmp_path, 2, tp=2, expert_ranks=4)
+    assert (part.others, part.embedding, part.experts) == (
+        whole.others // 2, whole.embedding // 2, whole.experts // 4,
+    )  # fmt: skip
 
 
 def test_a_step_reads_the_experts_that_its_rows_choose(experts):
