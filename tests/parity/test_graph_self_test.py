@@ -23,6 +23,7 @@ from baton.tests.parity.graph_engine import at, capture, with_graphs
 from baton.tests.parity.overlap_engine import overlapped, run_ahead
 from baton.tests.parity.test_adaptive_steps import Scripted
 from baton.tests.parity.toy_engine import ToyEngine, random_ids
+from baton.tests.variants import slow
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -141,6 +142,22 @@ def test_some_rows_may_differ_from_the_eager_path_where_rows_choose(
     else:
         assert not dropped[routed]
         assert dropped[target]
+
+
+@pytest.mark.parametrize("family", ["gpt_oss", slow("qwen3_moe"), slow("deepseek_v3")])
+def test_a_start_of_a_model_with_experts_in_bfloat16_keeps_its_graphs(toy_checkpoint, caplog, family):
+    path = toy_checkpoint(family, num_hidden_layers=6)
+    config = EngineConfig(
+        model=str(path), device="cpu", dtype="bfloat16", pages=40, page_size=8, max_context=160, chunk_size=96,
+        graphs="on",
+    )  # fmt: skip
+    loader = EngineLoader(config, has_drafter=False)
+    with caplog.at_level("INFO"):
+        for _, run in loader.phases():
+            run()
+    (told,) = (line for line in caplog.messages if line.startswith("graph self-test"))
+    assert int(told.split()[2]) > 10
+    assert " 0 graphs dropped" in told
 
 
 @pytest.mark.parametrize("family", [None, "qwen3_moe"])
