@@ -148,8 +148,8 @@ def test_some_rows_may_differ_from_the_eager_path_where_rows_choose(
 def test_a_start_of_a_model_with_experts_in_bfloat16_keeps_its_graphs(toy_checkpoint, caplog, family):
     path = toy_checkpoint(family, num_hidden_layers=6)
     config = EngineConfig(
-        model=str(path), device="cpu", dtype="bfloat16", pages=40, page_size=8, max_context=160, chunk_size=96,
-        graphs="on",
+        model=str(path), device="cpu", dtype="bfloat16", pages=40, page_size=8, max_context=160,
+        chunk_size=96, graphs="on",
     )  # fmt: skip
     loader = EngineLoader(config, has_drafter=False)
     with caplog.at_level("INFO"):
