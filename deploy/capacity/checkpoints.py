@@ -228,7 +228,7 @@ def rank_weights(
         heads = table * (1 if config.get("tie_word_embeddings") else 2)
         without = _dense_weights(directory, 0)
         experts = (_dense_weights(directory) - without) * rounded
-        embedding = heads * dtype_bytes - table * dtype_bytes
+        embedding = (heads - table) * dtype_bytes
         total = (without - heads) * rounded + heads * dtype_bytes + experts
     return RankWeights(
         others=(total - embedding - experts) // tp,
@@ -242,13 +242,20 @@ def rank_weights(
 def _tensor_bytes(directory: Path, dtype_bytes: int, rounded: int) -> tuple[int, int, int]:
     """The loaded bytes of a model's tensors, of its embedding beside a head of its own, and of its experts,
     by the shards' headers. Without a head the embedding is the head, which every step reads.
+
+    Raises ConfigError for a header that lacks something.
     """
-    is_module = _is_module_of(directory)
-    sizes = {
-        name: _loaded_bytes(name, entry, dtype_bytes, rounded)
-        for name, entry in _entries(directory).items()
-        if not is_module(name)
-    }
+    is_module, entries = _is_module_of(directory), _entries(directory)
+    try:
+        sizes = {
+            name: _loaded_bytes(name, entry, dtype_bytes, rounded)
+            for name, entry in entries.items()
+            if not is_module(name)
+        }
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{directory}: a shard's header has no usable {error}; copy the shard again"
+        ) from None
     has_head = any(name.endswith(HEAD) for name in sizes)
     embedding = sum(size for name, size in sizes.items() if has_head and name.endswith(EMBEDDING))
     experts = sum(size for name, size in sizes.items() if ".experts." in name)

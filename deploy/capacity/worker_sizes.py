@@ -160,56 +160,56 @@ def worker_need(
     """
     draft = None if config.no_draft else draft
     shape = shape_of(model, draft, dtype, config.kv_dtype)
-    kv_bytes = _rank_kv_bytes(shape, config.tensor_ranks)
-    weights, expert_ranks = _rank_weights(model, shape.dtype_bytes, config), _expert_ranks(config)
+    tp, num_ranks = config.tensor_ranks, config.num_ranks
+    weights = rank_weights(model, shape.dtype_bytes, config.quantize, tp=tp, expert_ranks=num_ranks)
+    target = PageBudget(kv_bytes=_rank_kv_bytes(shape, tp))
     if isinstance(config, PrefillConfig):
-        named = set() if draft is None else set(feature_layers(read_config(draft)))
-        others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
-        shape = replace(shape, num_features=shape.num_features + len(others))
-        return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config, weights),
-            role=EngineRole(
-                is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features
-            ),
-            per_token=PageBudget(kv_bytes=kv_bytes, feature_bytes=shape.feature_bytes),
-            weights=weights,
-            expert_ranks=expert_ranks,
-        )
+        loaded, (role, per_token) = None, _prefill_role(config, draft, shape, target)
+    else:
+        loaded, (role, per_token) = draft, _decode_role(config, draft, shape, target)
+    return WorkerNeed(
+        model=_model_sizes(model, loaded, dtype, config, weights),
+        role=role,
+        per_token=per_token,
+        weights=weights,
+        expert_ranks=_expert_ranks(config),
+    )
+
+
+def _prefill_role(
+    config: PrefillConfig, draft: Path | None, shape: KVShape, target: PageBudget
+) -> tuple[EngineRole, PageBudget]:
+    """The role of a prefill worker and its memory of a token, `target` without features."""
+    named = set() if draft is None else set(feature_layers(read_config(draft)))
+    others = {int(layer) for layer in config.feature_layers.split(",") if layer} - named
+    shape = replace(shape, num_features=shape.num_features + len(others))
+    role = EngineRole(is_decode=False, is_deterministic=config.deterministic, num_features=shape.num_features)
+    return role, replace(target, feature_bytes=shape.feature_bytes)
+
+
+def _decode_role(
+    config: DecodeConfig, draft: Path | None, shape: KVShape, target: PageBudget
+) -> tuple[EngineRole, PageBudget]:
+    """The role of a decode worker and its memory of a token, `target` without a head."""
+    plain = EngineRole(is_decode=True, is_aggregated=config.aggregated, is_deterministic=config.deterministic)
     if config.no_draft or (draft is None and config.draft != NGRAM):
-        return WorkerNeed(
-            model=_model_sizes(model, None, dtype, config, weights),
-            role=EngineRole(
-                is_decode=True,
-                is_aggregated=config.aggregated,
-                is_deterministic=config.deterministic,
-            ),
-            per_token=PageBudget(kv_bytes=kv_bytes),
-            weights=weights,
-            expert_ranks=expert_ranks,
-        )
+        return plain, target
     nodes = config.spec_tokens or 1 + config.spec_steps * config.spec_topk
-    per_token, late_rows = PageBudget(kv_bytes=kv_bytes), 0
+    per_token, late_rows = target, 0
     if draft is not None:
         if config.spec_adaptive != "off" and observes_late(read_config(draft)):
             late_rows = LATE_ROWS
         draft_bytes = head_kv_bytes(draft, shape, config.spec_steps)
-        per_token = replace(per_token, draft_bytes=draft_bytes, has_staging=True)
-    return WorkerNeed(
-        model=_model_sizes(model, draft, dtype, config, weights),
-        role=EngineRole(
-            is_decode=True,
-            is_aggregated=config.aggregated,
-            is_deterministic=config.deterministic,
-            num_features=shape.num_features,
-            num_nodes=nodes,
-            num_shapes=1 + config.spec_steps,
-            spare_slots=nodes,
-            late_rows=late_rows,
-        ),
-        per_token=per_token,
-        weights=weights,
-        expert_ranks=expert_ranks,
+        per_token = replace(target, draft_bytes=draft_bytes, has_staging=True)
+    role = replace(
+        plain,
+        num_features=shape.num_features,
+        num_nodes=nodes,
+        num_shapes=1 + config.spec_steps,
+        spare_slots=nodes,
+        late_rows=late_rows,
     )
+    return role, per_token
 
 
 def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
@@ -220,17 +220,6 @@ def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
 def _expert_ranks(worker: PrefillConfig | DecodeConfig) -> int:
     """The ranks whose rows meet in a layer of experts."""
     return worker.num_ranks // worker.tensor_ranks
-
-
-def _rank_weights(model: Path, dtype_bytes: int, worker: PrefillConfig | DecodeConfig) -> RankWeights:
-    """The weights of a model on one rank of `worker`."""
-    tp, expert_ranks = worker.tensor_ranks, worker.num_ranks
-    try:
-        return rank_weights(model, dtype_bytes, worker.quantize, tp=tp, expert_ranks=expert_ranks)
-    except ConfigError:
-        raise
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{model}: a shard's header has no usable {error}; copy the shard again") from None
 
 
 def _model_sizes(

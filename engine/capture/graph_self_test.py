@@ -54,9 +54,13 @@ class Trial:
     bucket: int
     size: int
     pool: KVPool
-    num_pages: int
     run: Run
     has_choices: bool
+
+    @property
+    def num_pages(self) -> int:
+        """The pages of its tokens."""
+        return pages_for(self.size, self.pool.page_size)
 
 
 class SelfTest:
@@ -102,11 +106,11 @@ class SelfTest:
         trial.pool.lend(trial.num_pages)
         eager, graphed = self._computed(trial, EAGER), self._computed(trial, graph)
         if trial.has_choices:
-            as_captured = self._computed(trial, replace(graph, is_replayed=False))
-            found = _differing(trial, as_captured, graphed)
-            found = (
-                f"run on as many rows, {found}" if found else _differing(trial, eager, graphed, is_half=True)
-            )
+            found = _differing(trial, self._computed(trial, replace(graph, is_replayed=False)), graphed)
+            if found:
+                found = f"run on as many rows, {found}"
+            else:
+                found = _differing(trial, eager, graphed, is_half=True)
         else:
             found = _differing(trial, eager, graphed)
         for part in trial.pool.memory_of(1 + trial.num_pages):
@@ -146,16 +150,8 @@ class SelfTest:
             output = self.runner.forward(batch)
             return output.logits, output.hidden
 
-        num_pages = pages_for(size, pool.page_size)
-        return Trial(
-            family=family,
-            bucket=bucket,
-            size=size,
-            pool=pool,
-            num_pages=num_pages,
-            run=run,
-            has_choices=self.runner.model.config.has_choices,
-        )
+        has_choices = self.runner.model.config.has_choices
+        return Trial(family=family, bucket=bucket, size=size, pool=pool, run=run, has_choices=has_choices)
 
     def _draft_prefill_trial(
         self, drafter: Drafter, family: GraphFamily[Any, Any], bucket: int, size: int
@@ -169,17 +165,9 @@ class SelfTest:
             batch.decision = decision
             return (drafter.prefill_rows(batch),)
 
-        num_pages = pages_for(size, pool.page_size)
-        return Trial(
-            family=family,
-            bucket=bucket,
-            size=size,
-            pool=pool,
-            num_pages=num_pages,
-            run=run,
-            # MTP modules have layers of the target's kind, other heads are dense
-            has_choices=isinstance(drafter, MtpDrafter) and self.runner.model.config.has_choices,
-        )
+        # MTP modules have layers of the target's kind, other heads are dense
+        has_choices = isinstance(drafter, MtpDrafter) and self.runner.model.config.has_choices
+        return Trial(family=family, bucket=bucket, size=size, pool=pool, run=run, has_choices=has_choices)
 
     def _extend_batch(self, pool: KVPool, size: int, capture: CaptureHidden) -> ForwardBatch:
         """A batch of `size` new tokens without cached prefixes, in the fewest requests that the context
