@@ -2,7 +2,8 @@
 
 The launch of the first products also chooses the experts, each program for its row; that of the second adds
 them, and ends in the residual sum, as in `normed_linear`. Shared experts are in the same launches. Choice
-and rounding are those of `route_experts` and `expert_mlp`; the order of sums is not.
+and rounding are those of `route_experts` and `expert_mlp`; the order of sums is not. Weights of 4 bits have
+products of their own, see `few_packed_experts`.
 
 Legend: T rows, E experts, K experts of a row, J shared experts (a shared MLP of J*I inner values), H hidden
 size, I intermediate size of an expert, S tiles whose squares were summed.
@@ -15,59 +16,74 @@ from typing import NamedTuple
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .expert_mlp import expert_mlp_reference
-from .expert_products import MIN_TILE_ROWS
+from .expert_mlp import PLAIN_EXPERTS, ExpertForm, experts_by_definition
+from .expert_products import MIN_TILE_ROWS, store_expert_tile
+from .few_packed_experts import FewPackedTile, first_products, second_products
+from .joined_experts import ranked_experts, store_choice, store_row_sum
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .packed_experts import PackedMatrices, check_matrices
 from .rms_norm import NextNorm
-from .route_experts import (
-    LARGEST,
-    SMALLEST_SUM,
-    Routing,
-    choices_of,
-    finite_logits,
-    route_experts_reference,
-    scores_of,
-)
-from .row_product import gated, load_squares, row_product
+from .route_experts import LARGEST, SMALLEST_SUM, Routing, route_experts_reference
+from .row_product import row_product
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
-MAX_INNER = 1536  # rows times the inner values of an expert: each row reads its experts for itself
+# Rows times the inner values of an expert: each row reads its experts for itself.
+MAX_INNER = 1536
+MAX_INNER_OF_ONE = 2880  # for one row
+MAX_PACKED_INNER = 5760  # in 4 bits
 
 
 class FewExperts(NamedTuple):
-    """The weights of a layer: `router` `[E, H]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]`.
+    """The weights of a layer: `router` `[E, H]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]`, these two
+    perhaps in 4 bits.
 
     `bias` float32 `[E]` or None, for the choice alone. `shared_gate_up` `[2*J*I, H]` and `shared_down`
-    `[H, J*I]`, or None. `is_float32`: the router's logits are not rounded to the dtype.
+    `[H, J*I]`, or None. `is_float32`: the router's logits are not rounded to the dtype. `router_bias` `[E]`
+    or None. `form`: biases and the gate.
     """
 
     routing: Routing
     router: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | PackedMatrices
+    down: torch.Tensor | PackedMatrices
     bias: torch.Tensor | None = None
     is_float32: bool = False
     shared_gate_up: torch.Tensor | None = None
     shared_down: torch.Tensor | None = None
+    router_bias: torch.Tensor | None = None
+    form: ExpertForm = PLAIN_EXPERTS
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """(E, H, I)."""
+        matrices = self.gate_up.words if isinstance(self.gate_up, PackedMatrices) else self.gate_up
+        return len(matrices), self.router.shape[1], matrices.shape[1] // 2
 
     @property
     def num_shared(self) -> int:
         """J."""
-        return 0 if self.shared_down is None else self.shared_down.shape[1] // self.down.shape[2]
+        return 0 if self.shared_down is None else self.shared_down.shape[1] // self.sizes[2]
 
 
 def can_join_experts(experts: FewExperts) -> bool:
     """Whether these kernels compute such a layer."""
-    has_whole = experts.shared_down is None or experts.shared_down.shape[1] % experts.down.shape[2] == 0
-    return experts.routing.num_groups == 1 and experts.router.shape[0] <= MAX_EXPERTS and has_whole
+    shared, inner = experts.shared_down, experts.sizes[2]
+    has_whole = shared is None or shared.shape[1] % inner == 0
+    is_known = shared is None if isinstance(experts.down, PackedMatrices) else has_whole
+    is_here = experts.form.total == 0
+    return is_known and is_here and experts.routing.num_groups == 1 and len(experts.router) <= MAX_EXPERTS
 
 
 def should_join_experts(experts: FewExperts, num_rows: int) -> bool:
     """Whether they are faster for `num_rows` rows. A layer of Qwen3-30B-A3B takes 52 us for a row instead of
-    61, 70 for two instead of 79, and 117 for four as different as can be instead of 116.
+    61, 70 for two instead of 79, and 117 for four as different as can be instead of 116. The part of a layer
+    of gpt-oss-20b behind attention takes 66 us for a row instead of 74, in 4 bits 46 instead of 62, and 62
+    for two instead of 74.
     """
-    return num_rows * experts.down.shape[2] <= MAX_INNER
+    if isinstance(experts.down, PackedMatrices):
+        return num_rows * experts.sizes[2] <= MAX_PACKED_INNER
+    return num_rows * experts.sizes[2] <= (MAX_INNER_OF_ONE if num_rows == 1 else MAX_INNER)
 
 
 def few_experts_reference(
@@ -76,11 +92,17 @@ def few_experts_reference(
     """The definition and the CPU path."""
     dtype = residual.dtype
     wide = UnscaledRows(rows.z.to(torch.float32), rows.squares, rows.eps)
-    logits = scaled_linear_reference(wide, experts.router.to(torch.float32))
+    router_bias = None if experts.router_bias is None else experts.router_bias.to(torch.float32)
+    logits = scaled_linear_reference(wide, experts.router.to(torch.float32), router_bias)
     logits = logits if experts.is_float32 else logits.to(dtype)
     ids, weights = route_experts_reference(logits, experts.routing, experts.bias)
     x = (wide.z * rows.scale()).to(dtype)
-    found = expert_mlp_reference(x, ids, weights, experts.gate_up, experts.down)
+    _, hidden, inner_size = experts.sizes
+    gate_up, down = (
+        matrices.values(size, dtype) if isinstance(matrices, PackedMatrices) else matrices
+        for matrices, size in ((experts.gate_up, hidden), (experts.down, inner_size))
+    )
+    found = experts_by_definition(x, ids, weights, gate_up, down, form=experts.form)
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         inner = scaled_linear_reference(rows, experts.shared_gate_up, is_gated=True)
         found = found + torch.nn.functional.linear(inner, experts.shared_down)
@@ -93,10 +115,12 @@ def _logits_kernel(
     p_x: tl.tensor,
     p_squares: tl.tensor,
     p_weight: tl.tensor,
+    p_bias: tl.tensor,
     p_logits: tl.tensor,
     num_rows: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
+    HAS_BIAS: tl.constexpr,
     IS_FLOAT32: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
@@ -123,40 +147,26 @@ def _logits_kernel(
         b_total += b_weight.to(tl.float32) * b_x[None, :]
     release_next(CHAINED)
     b_logit = tl.sum(b_total, axis=1) * tl.rsqrt(tl.sum(b_squares) / HIDDEN + eps)
+    if HAS_BIAS:
+        b_logit += tl.load(p_bias + i_expert, mask=m_expert, other=0.0).to(tl.float32)
     if not IS_FLOAT32:
         b_logit = b_logit.to(p_x.dtype.element_ty).to(tl.float32)
     tl.store(p_logits + i_row * NUM_EXPERTS + i_expert, b_logit, mask=m_expert)
 
 
-@jit
-def _ranks(
-    b_logit: tl.tensor,
-    p_bias: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """The rank of each expert, as `route_experts` chooses."""
-    i_expert = tl.arange(0, BLOCK)
-    m_expert = i_expert < NUM_EXPERTS
-    b_choice = choices_of(b_logit, p_bias, i_expert, m_expert, IS_SIGMOID, HAS_BIAS, False)
-    is_above = b_choice[:, None] > b_choice[None, :]
-    is_before = (b_choice[:, None] == b_choice[None, :]) & (i_expert[:, None] < i_expert[None, :])
-    return tl.sum((is_above | is_before).to(tl.int32), axis=0)
-
-
-@jit
+@jit_varying("num_slots")
 def _first_kernel(
     p_x: tl.tensor,
     p_squares: tl.tensor,
     p_logits: tl.tensor,
-    p_bias: tl.tensor,
+    p_choice_bias: tl.tensor,
     p_gate_up: tl.tensor,
+    p_bias: tl.tensor,
     p_shared: tl.tensor,
     p_ids: tl.tensor,
     p_weights: tl.tensor,
     p_inner: tl.tensor,
+    num_slots: tl.tensor,
     x_stride: tl.tensor,
     eps: tl.tensor,
     scale: tl.tensor,
@@ -164,7 +174,10 @@ def _first_kernel(
     NUM_SHARED: tl.constexpr,
     IS_NORMALISED: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
+    HAS_CHOICE_BIAS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    LIMIT: tl.constexpr,
+    ALPHA: tl.constexpr,
     NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
@@ -190,26 +203,27 @@ def _first_kernel(
     i_expert = tl.arange(0, BLOCK_EXPERTS)
     p_weight = p_shared + (choice - TOP_K).to(tl.int64) * (INNER * HIDDEN)
     up_rows = NUM_SHARED * INNER
+    expert = choice * 0
     if choice < TOP_K:
-        m_expert = i_expert < NUM_EXPERTS
-        b_logit = tl.load(p_logits + row * NUM_EXPERTS + i_expert, mask=m_expert, other=0.0)
-        b_logit = finite_logits(b_logit, m_expert, LARGEST)
-        b_rank = _ranks(b_logit, p_bias, NUM_EXPERTS, IS_SIGMOID, HAS_BIAS, BLOCK_EXPERTS)
+        b_logit, b_rank = ranked_experts(
+            p_logits + row * NUM_EXPERTS, p_choice_bias, NUM_EXPERTS, IS_SIGMOID, HAS_CHOICE_BIAS,
+            BLOCK_EXPERTS, LARGEST,
+        )  # fmt: skip
         expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
         p_weight = p_gate_up + expert.to(tl.int64) * (2 * INNER * HIDDEN)
         up_rows = INNER
         if i_tile == tl.num_programs(0) - 1:
-            b_score = scores_of(b_logit, IS_SIGMOID)
-            weight = tl.sum(tl.where(b_rank == choice, b_score, 0.0))
-            if IS_NORMALISED:
-                weight = weight / (tl.sum(tl.where(b_rank < TOP_K, b_score, 0.0)) + SMALLEST_SUM)
-            tl.store(p_ids + row * TOP_K + choice, expert)
-            tl.store(p_weights + row * TOP_K + choice, weight * scale)
+            o_choice = row * TOP_K + choice
+            store_choice(
+                p_ids + o_choice, p_weights + o_choice, b_logit, b_rank, choice, expert, scale, TOP_K,
+                IS_NORMALISED, IS_SIGMOID, SMALLEST_SUM,
+            )  # fmt: skip
     if i_tile == tl.num_programs(0) - 1:
         return
     i_row = tl.arange(0, BLOCK_ROWS)
     m_row = i_row == 0
-    b_squares = load_squares(p_squares + row * SQUARES, SQUARES, i_row, m_row, True, BLOCK_SQUARES)
+    i_part = tl.arange(0, BLOCK_SQUARES)
+    b_squares = tl.load(p_squares + row * SQUARES + i_part, mask=i_part < SQUARES, other=0.0)
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < INNER
     b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
@@ -218,11 +232,12 @@ def _first_kernel(
         b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
     release_next(CHAINED)
-    dtype: tl.constexpr = p_inner.dtype.element_ty
-    b_scale = tl.rsqrt(tl.sum(b_squares, axis=1) / HIDDEN + eps)[None, :]
-    b_y = gated(b_y * b_scale, b_up * b_scale, dtype, False)
-    o_y = (i_slot.to(tl.int64) + i_row[None, :]) * INNER + i_out[:, None]
-    tl.store(p_inner + o_y, b_y.to(dtype), mask=m_out[:, None] & m_row[None, :])
+    row_scale = tl.rsqrt(tl.sum(b_squares) / HIDDEN + eps)
+    b_slot = tl.where(m_row, i_slot, num_slots)
+    store_expert_tile(
+        b_y * row_scale, b_up * row_scale, p_bias + expert.to(tl.int64) * (2 * INNER), p_inner, b_slot, i_out,
+        num_slots, INNER, HAS_BIAS, True, LIMIT, ALPHA,
+    )  # fmt: skip
 
 
 @jit
@@ -231,6 +246,7 @@ def _second_kernel(
     p_ids: tl.tensor,
     p_weights: tl.tensor,
     p_down: tl.tensor,
+    p_bias: tl.tensor,
     p_shared: tl.tensor,
     p_residual: tl.tensor,
     p_norm: tl.tensor,
@@ -240,6 +256,7 @@ def _second_kernel(
     TOP_K: tl.constexpr,
     BLOCK_K: tl.constexpr,
     NUM_SHARED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     HAS_NORM: tl.constexpr,
@@ -265,6 +282,9 @@ def _second_kernel(
     dtype: tl.constexpr = p_total.dtype.element_ty
     o_down = b_expert[:, None, None] * (HIDDEN * INNER) + (i_own * INNER)[None, :, None]
     b_y = tl.zeros((BLOCK_K, BLOCK_OUT), dtype=tl.float32)
+    if HAS_BIAS:
+        m_bias = m_choice[:, None] & m_out[None, :]
+        b_y += tl.load(p_bias + b_expert[:, None] * HIDDEN + i_out[None, :], mask=m_bias, other=0.0)
     for first in tl.static_range(0, INNER, BLOCK_IN):
         i_in = first + i_offset
         m_in = m_choice[:, None] & (i_in < INNER)[None, :]
@@ -287,13 +307,8 @@ def _second_kernel(
             b_own += tl.sum(b_down.to(tl.float32) * b_x[None, :].to(tl.float32), axis=1)
         b_total = b_total.to(dtype).to(tl.float32) + b_own.to(dtype).to(tl.float32)
     release_next(CHAINED)
-    b_rounded = (b_total.to(dtype).to(tl.float32) + b_residual).to(dtype)
-    tl.store(p_total + row * HIDDEN + i_out, b_rounded, mask=m_out)
-    if HAS_NORM:
-        b_wide = tl.where(m_out, b_rounded.to(tl.float32), 0.0)
-        b_norm = tl.load(p_norm + i_out, mask=m_out, other=0.0).to(tl.float32) + OFFSET
-        tl.store(p_z + row * HIDDEN + i_out, (b_wide * b_norm).to(dtype), mask=m_out)
-        tl.store(p_sums + row * tl.num_programs(0) + i_tile, tl.sum(b_wide * b_wide))
+    p_sum = p_sums + row * tl.num_programs(0) + i_tile
+    store_row_sum(b_total, b_residual, p_norm, p_total, p_z, p_sum, row, i_out, HIDDEN, HAS_NORM, OFFSET)
 
 
 class FewTile(NamedTuple):
@@ -321,10 +336,12 @@ def router_logits_triton(rows: UnscaledRows, experts: FewExperts, *, block_exper
         rows.z,
         rows.squares,
         experts.router,
+        experts.router if experts.router_bias is None else experts.router_bias,
         logits,
         num_rows,
         rows.z.stride(0),
         rows.eps,
+        HAS_BIAS=experts.router_bias is not None,
         IS_FLOAT32=experts.is_float32,
         NUM_EXPERTS=num_experts,
         HIDDEN=hidden,
@@ -346,16 +363,21 @@ def few_experts_triton(
     *,
     first: FewTile | None = None,
     second: FewTile | None = None,
+    packed: tuple[FewPackedTile, FewPackedTile] | None = None,
     block_experts: int = 1,
 ) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
-    """Launch; arguments as in `few_experts`. Raises ValueError as it does."""
+    """Launch; arguments as in `few_experts`. Raises ValueError as it does. `packed`: the tiles of weights in
+    4 bits.
+    """
     _check(rows, experts, residual)
     num_rows, hidden = residual.shape
-    inner_size, routing = experts.down.shape[2], experts.routing
+    inner_size, routing, form = experts.sizes[2], experts.routing, experts.form
     num_shared = experts.num_shared
     usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else (FIRST_TILE, SECOND_TILE)
     first, second = first or usual[0], second or usual[1]
     logits = router_logits_triton(rows, experts, block_experts=block_experts)
+    if isinstance(experts.gate_up, PackedMatrices) or isinstance(experts.down, PackedMatrices):
+        return _packed_triton(rows, logits, experts, residual, norm, packed or (None, None))
     ids = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=residual.device)
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=residual.device)
     slots = routing.top_k + num_shared
@@ -366,10 +388,12 @@ def few_experts_triton(
         logits,
         logits if experts.bias is None else experts.bias,
         experts.gate_up,
+        experts.gate_up if form.gate_up_bias is None else form.gate_up_bias,
         experts.gate_up if experts.shared_gate_up is None else experts.shared_gate_up,
         ids,
         weights,
         inner,
+        num_rows * slots,
         rows.z.stride(0),
         rows.eps,
         float(routing.scale),
@@ -377,7 +401,10 @@ def few_experts_triton(
         NUM_SHARED=num_shared,
         IS_NORMALISED=routing.is_normalised,
         IS_SIGMOID=routing.is_sigmoid,
-        HAS_BIAS=experts.bias is not None,
+        HAS_CHOICE_BIAS=experts.bias is not None,
+        HAS_BIAS=form.gate_up_bias is not None,
+        LIMIT=form.limit,
+        ALPHA=form.alpha,
         NUM_EXPERTS=logits.shape[1],
         HIDDEN=hidden,
         INNER=inner_size,
@@ -400,6 +427,7 @@ def few_experts_triton(
         ids,
         weights,
         experts.down,
+        experts.down if form.down_bias is None else form.down_bias,
         experts.down if experts.shared_down is None else experts.shared_down,
         residual,
         residual if norm is None else norm.weight,
@@ -409,6 +437,7 @@ def few_experts_triton(
         TOP_K=routing.top_k,
         BLOCK_K=next_power_of_2(routing.top_k),
         NUM_SHARED=num_shared,
+        HAS_BIAS=form.down_bias is not None,
         HIDDEN=hidden,
         INNER=inner_size,
         HAS_NORM=norm is not None,
@@ -421,18 +450,43 @@ def few_experts_triton(
     return total, None if norm is None else UnscaledRows(z, sums, norm.eps), ids
 
 
+def _packed_triton(
+    rows: UnscaledRows,
+    logits: torch.Tensor,
+    experts: FewExperts,
+    residual: torch.Tensor,
+    norm: NextNorm | None,
+    tiles: tuple[FewPackedTile | None, FewPackedTile | None],
+) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
+    """As `few_experts_triton` behind the router."""
+    routing, gate_up, down, form = experts.routing, experts.gate_up, experts.down, experts.form
+    assert isinstance(gate_up, PackedMatrices)
+    assert isinstance(down, PackedMatrices)
+    inner, ids, weights = first_products(rows, logits, experts.bias, routing, gate_up, form, tile=tiles[0])
+    total, left = second_products(inner, ids, weights, down, form, residual, norm, tile=tiles[1])
+    return total, left, ids
+
+
 def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> None:
-    num_experts, double, hidden = experts.gate_up.shape
-    shapes = [tuple(x.shape) for x in (rows.z, residual, experts.router, experts.gate_up, experts.down)]
+    num_experts, hidden, inner = experts.sizes
+    if isinstance(experts.gate_up, PackedMatrices) and isinstance(experts.down, PackedMatrices):
+        check_matrices(experts.gate_up, num_experts, 2 * inner, hidden)
+        check_matrices(experts.down, num_experts, hidden, inner)
+        fits = True
+    else:
+        fits = [(num_experts, 2 * inner, hidden), (num_experts, hidden, inner)] == [
+            getattr(matrices, "shape", ()) for matrices in (experts.gate_up, experts.down)
+        ]
     if (
-        rows.z.shape != residual.shape
+        not fits
+        or rows.z.shape != residual.shape
         or residual.shape[1] != hidden
         or experts.router.shape != (num_experts, hidden)
-        or experts.down.shape != (num_experts, hidden, double // 2)
     ):
         raise ValueError(
-            f"few_experts: rows, residual, router, gate_up, down of shapes {shapes}; expected [T, H], "
-            "[T, H], [E, H], [E, 2*I, H], [E, H, I]"
+            f"few_experts: rows {tuple(rows.z.shape)}, residual {tuple(residual.shape)}, router "
+            f"{tuple(experts.router.shape)} and matrices of {num_experts} experts [{2 * inner}, {hidden}] do "
+            "not fit; expected [T, H], [T, H], [E, H], [E, 2*I, H], [E, H, I]"
         )
     fault = experts.routing.fault(num_experts)
     if fault or not can_join_experts(experts):

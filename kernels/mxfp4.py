@@ -1,8 +1,10 @@
 """4-bit floating-point values with a shared exponent (MXFP4): decoded to a float dtype, or packed.
 
 A block of 32 values along the inner dimension has one scale, a power of two. A checkpoint has two neighbours
-in a byte, the first in its low half. Packed for kernels, a weight `[N, H]` has the words of `packed_words`,
-`[N, 32*P]`, and int32 scales `[P, N]`: byte i of a word is the scale of quarter i plus SCALE_OFFSET.
+in a byte, the first in its low half. Packed for kernels, a weight `[N, H]` has words of four values as those
+of `packed_words`, `[N, 32*P]`, and int32 scales `[P, N]`: byte i of a word is the scale of quarter i plus
+SCALE_OFFSET. The bits of a value lie in its word, as PLACES says, so that one shift moves those of three
+quarters to where a bfloat16 has sign, exponent and mantissa.
 
 Source: Open Compute Project, "Microscaling formats (MX) specification", 2023 (e2m1, scales e8m0). Legend: G
 blocks of a row, N outputs, H = 32*G inputs, P = ceil(G / 4) parts of the inputs.
@@ -22,6 +24,8 @@ EXPONENT_BIAS = 127
 # shifted back.
 SCALE_OFFSET = 62
 MAX_SCALE = 254 - SCALE_OFFSET  # the largest stored scale that has such a factor: 2^65
+# The bits of a word that hold mantissa, exponent (low bit first) and sign of the value of each quarter.
+PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -57,14 +61,30 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
     filled = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4), value=EXPONENT_BIAS)
     quarters = (filled + SCALE_OFFSET).view(torch.int32)
-    return pack_words(halves), quarters.t().contiguous()
+    return _placed(pack_words(halves)), quarters.t().contiguous()
+
+
+def _placed(words: torch.Tensor) -> torch.Tensor:
+    """The words of `packed_words` with bits where PLACES says."""
+    wide, placed = words.to(torch.int32), torch.zeros_like(words, dtype=torch.int32)
+    for source, target in enumerate(sum(PLACES, ())):
+        placed |= (wide >> source & 1) << target
+    return torch.where(placed >= 1 << 15, placed - (1 << 16), placed).to(torch.int16)
+
+
+def _gathered(words: torch.Tensor) -> torch.Tensor:
+    """The reverse of `_placed`."""
+    wide, gathered = words.to(torch.int32), torch.zeros_like(words, dtype=torch.int32)
+    for target, source in enumerate(sum(PLACES, ())):
+        gathered |= (wide >> source & 1) << target
+    return torch.where(gathered >= 1 << 15, gathered - (1 << 16), gathered).to(torch.int16)
 
 
 def unpack_mxfp4(words: torch.Tensor, scales: torch.Tensor, in_size: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[N, H]`, H = `in_size`, of a packed matrix with `scales` `[P, N]`."""
     stored = scales.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     exponents = stored.to(torch.int32) - SCALE_OFFSET - EXPONENT_BIAS
-    halves = unpack_words(words).view(words.shape[0], -1, BLOCK)
+    halves = unpack_words(_gathered(words)).view(words.shape[0], -1, BLOCK)
     return _scaled(halves, exponents, dtype).flatten(1)[:, :in_size]
 
 
@@ -105,24 +125,20 @@ def mxfp4_quarters(
             {
             .reg .b32 t, u, s;
             mov.b32 s, 0x80008000;
-            shl.b32 t, $4, 6;
-            shl.b32 u, $4, 12;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 t, u, s, t, 0xea;
+            and.b32 t, $4, 0x81c081c0;
             fma.rn.bf16x2 $0, t, $5, s;
-            shl.b32 t, $4, 2;
-            shl.b32 u, $4, 8;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 t, u, s, t, 0xea;
+            shl.b32 t, $4, 3;
+            and.b32 t, t, 0x81c081c0;
             fma.rn.bf16x2 $1, t, $7, s;
-            shr.u32 t, $4, 2;
-            shl.b32 u, $4, 4;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 t, u, s, t, 0xea;
+            shl.b32 t, $4, 6;
+            and.b32 t, t, 0x81c081c0;
             fma.rn.bf16x2 $2, t, $9, s;
-            shr.u32 t, $4, 6;
-            and.b32 t, t, 0x01c001c0;
-            lop3.b32 t, $4, s, t, 0xea;
+            shr.u32 t, $4, 4;
+            and.b32 t, t, 0x00c000c0;
+            shr.u32 u, $4, 5;
+            lop3.b32 t, u, 0x01000100, t, 0xea;
+            shl.b32 u, $4, 1;
+            lop3.b32 t, u, s, t, 0xea;
             fma.rn.bf16x2 $3, t, $11, s;
             }
             """,
@@ -134,10 +150,10 @@ def mxfp4_quarters(
         )
     else:
         b_wide = b_words.to(tl.int32)
-        b_0 = _value(b_wide, b_scales).to(dtype)
-        b_1 = _value(b_wide >> 4, b_scales >> 8).to(dtype)
-        b_2 = _value(b_wide >> 8, b_scales >> 16).to(dtype)
-        b_3 = _value(b_wide >> 12, b_scales >> 24).to(dtype)
+        b_0 = _value(b_wide >> 6 & 7 | b_wide >> 12 & 8, b_scales).to(dtype)
+        b_1 = _value(b_wide >> 3 & 7 | b_wide >> 9 & 8, b_scales >> 8).to(dtype)
+        b_2 = _value(b_wide & 7 | b_wide >> 6 & 8, b_scales >> 16).to(dtype)
+        b_3 = _value(b_wide >> 10 & 3 | b_wide >> 11 & 12, b_scales >> 24).to(dtype)
     return b_0, b_1, b_2, b_3
 
 

@@ -78,7 +78,7 @@ def packed_experts_reference(
 
 
 @jit
-def _integer_sums(
+def integer_sums(
     b_words: tl.tensor,
     b_x0: tl.tensor,
     b_x1: tl.tensor,
@@ -218,7 +218,7 @@ def _packed_experts_kernel(
             b_y = tl.dot(b_2, b_x2, b_y, input_precision="ieee")
             b_y = tl.dot(b_3, b_x3, b_y, input_precision="ieee")
         else:
-            b_y = _integer_sums(
+            b_y = integer_sums(
                 b_words, b_x0, b_x1, b_x2, b_x3, p_part, rows_of_expert, m_out, b_y, GROUP, HAS_PAIRS
             )
         if IS_GATED:
@@ -232,7 +232,7 @@ def _packed_experts_kernel(
                 b_up = tl.dot(b_2, b_x2, b_up, input_precision="ieee")
                 b_up = tl.dot(b_3, b_x3, b_up, input_precision="ieee")
             else:
-                b_up = _integer_sums(
+                b_up = integer_sums(
                     b_words, b_x0, b_x1, b_x2, b_x3, p_part, rows_of_expert, m_out, b_up, GROUP, HAS_PAIRS
                 )
     if GROUP == 0 and HAS_PAIRS:
@@ -362,11 +362,11 @@ def _check(
     num_experts, double, _ = gate_up.words.shape
     if double % 2:
         raise ValueError(f"packed_experts: {double} outputs of gate and up are odd")
-    _check_matrices(gate_up, num_experts, double, x.shape[1])
-    _check_matrices(down, num_experts, x.shape[1], double // 2)
+    check_matrices(gate_up, num_experts, double, x.shape[1])
+    check_matrices(down, num_experts, x.shape[1], double // 2)
 
 
-def _check_matrices(matrices: PackedMatrices, num_experts: int, out_size: int, in_size: int) -> None:
+def check_matrices(matrices: PackedMatrices, num_experts: int, out_size: int, in_size: int) -> None:
     """Raises ValueError unless these are the matrices `[E, N, H]` of so many experts, contiguous."""
     words, scales, group = matrices
     parts = cdiv(in_size, SPAN)

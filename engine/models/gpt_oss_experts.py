@@ -65,6 +65,9 @@ class GptOssExperts(MixtureOfExperts):
         is_invariant = self.ops.is_invariant
         return recorded_packed_experts(x, ids, weights, *self._packed, is_invariant, self.form)
 
+    def _matrices(self) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor | PackedMatrices] | None:
+        return super()._matrices() if self._packed is None else self._packed
+
     def finish(self) -> None:
         """Orders the loaded tensors, and packs those in 4 bits.
 

@@ -17,15 +17,16 @@ from typing import Protocol
 
 import torch
 
-from ...kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm
+from ...kernels.expert_mlp import ExpertForm
 from ...kernels.few_experts import FewExperts, can_join_experts, few_experts, should_join_experts
 from ...kernels.normed_linear import UnscaledRows
 from ...kernels.ops import recorded_route_experts
+from ...kernels.packed_experts import PackedMatrices
 from ...kernels.rms_norm import NextNorm
 from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, ROWS_OF_ONE_RANK, Joins, RowOps, of_one_rank
 from .layers import GatedMLP, Linear, NamedTensors
-from .quant.experts import ExpertSizes
+from .quant.experts import ExpertSizes, Int4Experts
 from .quant.projection import StoredExperts
 from .quant.projections import Projections
 
@@ -225,36 +226,48 @@ class MixtureOfExperts:
 
     def joins(self, joins: Joins, num_rows: int) -> bool:
         """As `JoinedMLP.joins`."""
-        is_known = type(self) is MixtureOfExperts and self.form == PLAIN_EXPERTS and self.shared_gate is None
         is_whole = self.ops.sum_ranks is of_one_rank and self.ops.expert_rows is ROWS_OF_ONE_RANK
-        if not (is_known and is_whole and 0 < num_rows <= joins.experts) or self.stored is not None:
+        if not (is_whole and 0 < num_rows <= joins.experts):
             return False
-        shared = self.shared
-        is_as_made = shared is None or type(shared.gate_up) is type(shared.down) is Linear
         experts = self._few_experts()
-        return is_as_made and can_join_experts(experts) and should_join_experts(experts, num_rows)
+        return experts is not None and can_join_experts(experts) and should_join_experts(experts, num_rows)
 
     def add(
         self, rows: UnscaledRows, residual: torch.Tensor, norm: NextNorm | None
     ) -> tuple[torch.Tensor, UnscaledRows | None]:
         """As `JoinedMLP.add`."""
-        total, left, ids = few_experts(rows, self._few_experts(), residual, norm)
+        experts = self._few_experts()
+        assert experts is not None, "joins was not asked"
+        total, left, ids = few_experts(rows, experts, residual, norm)
         if self.counts is not None:
             self.counts.add(ids)
         return total, left
 
-    def _few_experts(self) -> FewExperts:
-        shared = self.shared
+    def _few_experts(self) -> FewExperts | None:
+        """The weights of all of this MLP, None where they have a form that is not joined."""
+        matrices, shared = self._matrices(), self.shared
+        is_plain = shared is None or type(shared.gate_up) is type(shared.down) is Linear
+        if matrices is None or self.shared_gate is not None or not is_plain:
+            return None
         return FewExperts(
             self.config.routing,
             self.router.weight,
-            self.gate_up,
-            self.down,
+            *matrices,
             self.choice_bias,
             self.config.is_float32_router,
             None if shared is None else shared.gate_up.weight,
             None if shared is None else shared.down.weight,
+            self.router.bias,
+            self.form,
         )
+
+    def _matrices(self) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor | PackedMatrices] | None:
+        """Those of gate and up, and of the outputs, in the model's dtype or in 4 bits; None in other
+        forms.
+        """
+        if self.stored is None:
+            return self.gate_up, self.down
+        return (self.stored.gate_up, self.stored.down) if isinstance(self.stored, Int4Experts) else None
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of rows `x` `[T, H]`: ids int32 and weights float32, both `[T, K]`."""

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import torch
-from baton.kernels.expert_mlp import expert_mlp
+from baton.kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm, expert_mlp
 from baton.kernels.few_experts import FewExperts, FewTile, few_experts_triton, router_logits_triton
+from baton.kernels.few_packed_experts import FewPackedTile, first_products, second_products
 from baton.kernels.fp8_linear import fp8_linear
 from baton.kernels.fp8_rows import Fp8Weight, RowsShape, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.kv_store import kv_rows
@@ -27,6 +28,7 @@ from baton.kernels.latent_step import LatentRows, LatentSizes, attend_latents_tr
 from baton.kernels.latent_store import store_latent
 from baton.kernels.logits import float32_logits
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
+from baton.kernels.packed_experts import MXFP4, PackedMatrices, packed_experts
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
 from baton.kernels.rotary_product import rotary_product_triton
@@ -260,6 +262,85 @@ def expert_section(
     return section
 
 
+GPT_OSS = ExpertForm(limit=7.0, alpha=1.702)
+
+
+def packed(count: int, out_size: int, in_size: int, group: int) -> PackedMatrices:
+    """Random words of `count` experts, with scales near one hundredth."""
+    parts = -(-in_size // 128)
+    words = torch.randint(-(2**15), 2**15, (count, out_size, 32 * parts), device=DEVICE, dtype=torch.int16)
+    if group:
+        shape, word = (count, parts * 128 // group, out_size), 8 << 16 | 0x1F00
+    else:
+        shape, word = (count, parts, out_size), 0xB6B7B6B6 - (1 << 32)
+    return PackedMatrices(words, torch.full(shape, word, device=DEVICE, dtype=torch.int32), group)
+
+
+FIRST_PACKED_TILES = (
+    (8, 1, 1, 4), (8, 2, 2, 3), (8, 2, 2, 6), (16, 1, 2, 4), (16, 2, 2, 4), (16, 2, 2, 3), (16, 2, 4, 4),
+    (8, 4, 4, 4), (16, 4, 4, 4), (4, 4, 2, 4), (32, 1, 2, 4),
+)  # fmt: skip
+SECOND_PACKED_TILES = (
+    (8, 1, 2, 4), (4, 2, 2, 3), (4, 2, 2, 6), (8, 2, 2, 4), (8, 2, 4, 4), (2, 4, 2, 4), (4, 1, 1, 4),
+    (4, 1, 2, 4), (2, 1, 1, 4),
+)  # fmt: skip
+
+
+def packed_section(
+    dense: Dense, num_rows: int, num_experts: int, top_k: int, group: int, form: ExpertForm = PLAIN_EXPERTS
+) -> Section:
+    """As `expert_section`, with experts in 4 bits; of gpt-oss with biases."""
+    count, has_bias, hidden, inner = dense.layers, form != PLAIN_EXPERTS, dense.hidden, dense.inner
+    routing = Routing(top_k=top_k, is_normalised=True)
+    router, output = weights_of(count, num_experts, hidden), weights_of(count, hidden, dense.attended)
+    gate_up = [packed(num_experts, 2 * inner, hidden, group) for _ in range(count)]
+    down = [packed(num_experts, hidden, inner, group) for _ in range(count)]
+    router_bias = output_bias = None
+    if has_bias:
+        router_bias, output_bias = random(num_experts), random(hidden)
+        form = form._replace(
+            gate_up_bias=random(num_experts, 2 * inner), down_bias=random(num_experts, hidden)
+        )
+    norms = [NextNorm(1 + random(hidden, scale=0.1), EPS) for _ in range(2)]
+    attended, residual = random(num_rows, dense.attended), random(num_rows, hidden)
+    used = num_rows * top_k * 3 * inner * hidden * 17 // 32
+    num_bytes = used + 2 * hidden * (dense.attended + num_experts)
+    section = Section(f"{dense.name} experts in 4 bits, {num_rows} rows", count, num_bytes)
+
+    def apart(layer: int) -> tuple[torch.Tensor, ...]:
+        found = linear(attended, output[layer], output_bias)
+        normed, middle = add_rms_norm(found, residual, norms[0].weight, EPS)
+        ids, weights = route_experts(linear(normed, router[layer], router_bias), routing)
+        delta = packed_experts(normed, ids, weights, gate_up[layer], down[layer], form=form)
+        return add_rms_norm(delta, middle, norms[1].weight, EPS)
+
+    def joined(first: FewPackedTile | None, second: FewPackedTile | None, layer: int) -> tuple[Result, ...]:
+        middle, rows = sum_linear_triton(attended, output[layer], output_bias, residual, norms[0])
+        weights = FewExperts(
+            routing, router[layer], gate_up[layer], down[layer], router_bias=router_bias, form=form
+        )
+        total, left, _ = few_experts_triton(rows, weights, middle, norms[1], packed=(first, second))
+        return left, total
+
+    section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None))]
+    for tile in FIRST_PACKED_TILES:
+        section.ways.append(Way(f"joined, first {tile}", partial(joined, FewPackedTile(*tile), None)))
+    for tile in SECOND_PACKED_TILES:
+        section.ways.append(Way(f"joined, second {tile}", partial(joined, None, FewPackedTile(*tile))))
+    middle, rows = sum_linear_triton(attended, output[0], output_bias, residual, norms[0])
+    logits = random(num_rows, num_experts).float()
+
+    def products(part: int, layer: int) -> tuple[Result, ...]:
+        inner, ids, weights = first_products(rows, logits, None, routing, gate_up[layer], form)
+        if part == 1:
+            return (inner,)
+        total, left = second_products(inner, ids, weights, down[layer], form, middle, norms[1])
+        return left, total
+
+    section.ways += [Way(f"(products alone, {part} of 2)", partial(products, part)) for part in (1, 2)]
+    return section
+
+
 # --- latents ------------------------------------------------------------------------------------------------
 
 
@@ -417,6 +498,7 @@ def expert_layer_section(dense: Dense, num_rows: int, num_experts: int, top_k: i
 
 
 QWEN = Dense("qwen3-30b", 2048, 32, 4, 128, 768, 6)
+OSS = Dense("gpt-oss-20b", 2880, 64, 8, 64, 2880, 6)
 
 
 SECTIONS: dict[str, Callable[[], Section]] = {
@@ -432,7 +514,12 @@ SECTIONS: dict[str, Callable[[], Section]] = {
     "products-fp8-1": lambda: fp8_section(LLAMA),
     "experts-qwen-1": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 1),
     "experts-qwen-4": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 4),
+    "experts-oss-1": lambda: expert_section("gpt-oss-20b", 32, 4, 2880, 2880, 0, 1),
     "experts-deepseek-1": lambda: expert_section("deepseek-v2-lite", 64, 6, 1408, 2048, 2, 1),
+    "packed-oss-1": lambda: packed_section(OSS, 1, 32, 4, MXFP4, GPT_OSS),
+    "packed-oss-2": lambda: packed_section(OSS, 2, 32, 4, MXFP4, GPT_OSS),
+    "packed-qwen-1": lambda: packed_section(QWEN, 1, 128, 8, 128),
+    "packed-qwen-2": lambda: packed_section(QWEN, 2, 128, 8, 128),
     "latents-1": lambda: latent_section(1, 1024),
 }
 

@@ -1,6 +1,7 @@
 """The kernels of steps of few rows against their definitions, one case each, see `cases`."""
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import torch
 from baton.kernels import (
@@ -14,12 +15,16 @@ from baton.kernels import (
     rotate_store,
     skinny_linear,
 )
+from baton.kernels.expert_mlp import ExpertForm
+from baton.kernels.few_experts import FewExperts
 from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8, raw
+from baton.kernels.packed_experts import MXFP4, PackedMatrices
 from baton.kernels.rms_norm import NextNorm
 from baton.kernels.route_experts import Routing
 from baton.kernels.silu_mul import silu_mul_reference
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
+from baton.tests.kernels.quant_expert_cases import packed_experts_of
 
 SMALL_TILE = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
 
@@ -144,9 +149,11 @@ def check_norm_between_fp8_products(
 
 def check_few_experts(
     device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing,
-    has_bias: bool, is_float32: bool, dtype: torch.dtype,
+    has_bias: bool, is_float32: bool, dtype: torch.dtype, group: int | None = None, is_gpt_oss: bool = False,
 ) -> None:  # fmt: skip
-    """Equal logits are among those to choose from, and sigmoids that round to 1 without a bias."""
+    """Equal logits are among those to choose from, and sigmoids that round to 1 without a bias. `group`: of
+    weights in 4 bits; `is_gpt_oss`: with biases and its gate.
+    """
     num_experts, hidden, inner = sizes
 
     def made(*shape: int, seed: int) -> torch.Tensor:
@@ -162,9 +169,14 @@ def check_few_experts(
         seed=3), randn(num_experts, seed=6) if has_bias else None, is_float32,
         *(shared if num_shared else (None, None)),
     )  # fmt: skip
-    on_device = weights._replace(
-        **{name: x.to(device) for name, x in weights._asdict().items() if isinstance(x, torch.Tensor)}
-    )
+    if group is not None:
+        packed = packed_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), group)
+        weights = weights._replace(gate_up=packed[0], down=packed[1])
+    if is_gpt_oss:
+        biases = made(num_experts, 2 * inner, seed=11), made(num_experts, hidden, seed=12)
+        form = ExpertForm(*(8 * bias for bias in biases), limit=0.4, alpha=1.7)
+        weights = weights._replace(router_bias=made(num_experts, seed=13), form=form)
+    on_device = _moved(weights, device)
     hidden_rows = randn(num_rows, hidden, seed=7).to(dtype)
     squares = hidden_rows.to(torch.float32).pow(2).view(num_rows, 4, -1).sum(2)
     rows = normed_linear.UnscaledRows(
@@ -184,6 +196,20 @@ def check_few_experts(
     assert_close(scaled.z, kept.z, bfloat16=3.2e-2)
     tolerance = 5e-6 if dtype == FLOAT32 else 1e-2
     torch.testing.assert_close(scaled.scale().cpu(), kept.scale(), atol=tolerance, rtol=tolerance)
+
+
+Tensors = TypeVar("Tensors", FewExperts, PackedMatrices, ExpertForm)
+
+
+def _moved(parts: Tensors, device: str) -> Tensors:
+    """`parts` with all tensors in it on `device`."""
+    moved: dict[str, object] = {}
+    for name, part in parts._asdict().items():
+        if isinstance(part, torch.Tensor):
+            moved[name] = part.to(device)
+        elif isinstance(part, PackedMatrices | ExpertForm):
+            moved[name] = _moved(part, device)
+    return parts._replace(**moved)
 
 
 def check_latent_step(
@@ -265,6 +291,17 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         (3, (16, 64, 32), 0, Routing(top_k=3, is_normalised=True, is_sigmoid=True), False, True, FLOAT32),
     ):
         yield check_few_experts, (num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype)
+    for num_rows, sizes, top_k, has_bias, dtype, group, is_gpt_oss in (
+        (2, (16, 96, 160), 4, False, FLOAT32, MXFP4, True),
+        (1, (16, 64, 40), 4, False, FLOAT32, None, True),
+        (1, (20, 160, 96), 3, True, FLOAT32, 32, False),
+        (2, (16, 128, 128), 8, False, BFLOAT16, 64, False),
+        (1, (16, 256, 128), 4, False, BFLOAT16, 128, False),
+        (1, (32, 160, 288), 4, False, BFLOAT16, MXFP4, True),
+        (1, (16, 64, 32), 4, False, BFLOAT16, None, True),
+    ):
+        routing = Routing(top_k=top_k, is_normalised=True)
+        yield check_few_experts, (num_rows, sizes, 0, routing, has_bias, False, dtype, group, is_gpt_oss)
     for lens, num_rows, num_heads, num_splits, is_interleaved, dtype in (
         ([1], 1, 3, 2, True, FLOAT32),
         ([200, 0, 70], 1, 16, 5, False, FLOAT32),

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from baton.engine.warmup.variants import sizes
-from baton.kernels import int4_cpu, int4_fragments, int4_mma
+from baton.kernels import int4_cpu, int4_fragments, int4_mma, mxfp4
 from baton.kernels.int4_linear import MAX_MMA_ROWS, MAX_ROWS, int4_linear
 from baton.kernels.int4_values import (
     UNITS,
@@ -36,6 +36,21 @@ def test_bits_of_a_word_are_the_operands_of_a_thread(unit: int):
             word = int(words[row, at * unit // 8 + unit // 32 * t + i])
             assert word >> 4 * (j + 4 * e) & 15 == int(values[row, column]), (row, column)
     assert torch.equal(unpack_int4(words, unit), values.to(torch.uint8))
+
+
+def test_values_of_mxfp4_lie_where_one_shift_makes_them_bfloat16():
+    assert sorted(sum(mxfp4.PLACES, ())) == list(range(16))
+    for shift, places in zip((0, 3, 6), mxfp4.PLACES, strict=False):
+        assert tuple(place + shift for place in places) == (6, 7, 8, 15)
+    halves = torch.randint(0, 256, (5, 8, 16), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    scales = torch.full((5, 8), 127, dtype=torch.uint8)
+    words, packed = mxfp4.pack_mxfp4(halves, scales)
+    values = mxfp4.decode_mxfp4(halves, scales, torch.float32).flatten(1)
+    assert torch.equal(mxfp4.unpack_mxfp4(words, packed, 256, torch.float32), values)
+    for quarter, shift in enumerate((0, 3, 6)):
+        bits = (words.to(torch.int32) << shift & 0x81C0).to(torch.int16).view(torch.bfloat16)
+        wanted = values.view(5, 2, 4, 32)[:, :, quarter].flatten(1)
+        assert torch.equal(bits.to(torch.float64), wanted.to(torch.float64) * 2.0**-126), quarter
 
 
 def test_words_of_groups_hold_any_scale_and_zero_point():

@@ -48,7 +48,7 @@ from baton.kernels.move_rows import ROW_FIELDS, move_rows_triton
 from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.norm_pair import norm_pair, norm_pair_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
-from baton.kernels.packed_experts import PackedMatrices, packed_experts, packed_experts_triton
+from baton.kernels.packed_experts import MXFP4, PackedMatrices, packed_experts, packed_experts_triton
 from baton.kernels.put_rows import Put, put_rows, put_rows_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
@@ -269,6 +269,19 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     routing = Routing(top_k=6, is_normalised=False)
     experts = FewExperts(routing, x[:1].expand(6, -1), up, down, None, True, *shared)
     few_experts_triton(rows, experts, x[:1], norm)
+    for top_k, inner, group in ((4, 2880, MXFP4), (8, 768, 128)):
+        matrices = [
+            PackedMatrices(
+                torch.zeros(8, *shape, dtype=torch.int16),
+                torch.zeros(8, shape[1] // 32, shape[0], dtype=torch.int32),
+                group,
+            )
+            for shape in ((2 * inner, 512), (2048, -(-inner // 128) * 32))
+        ]
+        form = ExpertForm(torch.zeros(8, 2 * inner).bfloat16(), torch.zeros(8, 2048).bfloat16(), 7.0, 1.702)
+        routing = Routing(top_k=top_k, is_normalised=True)
+        packed = FewExperts(routing, x[:1].expand(8, -1), *matrices, router_bias=x[0, :8], form=form)
+        few_experts_triton(rows, packed, x[:1], norm)
     sizes, made = LatentSizes(128, 64, 128, 512, True), torch.zeros(16, 256, 512, dtype=torch.bfloat16)
     latents = torch.zeros(10, 2, 1, 16, 1, 576, dtype=torch.bfloat16)
     table = torch.zeros(1, 8, dtype=torch.int64)
@@ -277,7 +290,8 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
     assert {name for name, _ in compiled_for_h200} == {
         "_normed_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel", "_second_kernel",
-        "_prepare_kernel", "_latent_kernel", "_values_kernel", "_rotary_kernel",
+        "_first_packed_kernel", "_second_packed_kernel", "_prepare_kernel", "_latent_kernel",
+        "_values_kernel", "_rotary_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
 

@@ -9,7 +9,7 @@ from tempfile import mkdtemp
 
 import pytest
 import torch
-from baton.bench.engine.shapes import SHAPES, target_config
+from baton.bench.engine.shapes import FORMS, SHAPES, target_config
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.interface import CausalLM, StoredForms
 from baton.engine.models.registry import build_model
@@ -45,6 +45,8 @@ FAMILIES = {
         "hidden_size": 64, "moe_intermediate_size": 32, "num_experts": 16, "num_experts_per_tok": 4,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
     },
+    "gpt-oss": SHAPES["toy-gpt-oss"] | SMALL,
+    "gpt-oss in 4 bits": SHAPES["toy-gpt-oss"] | SMALL,
     "deepseek-v2": SHAPES["deepseek-v2-lite"]
     | SMALL
     | {
@@ -56,19 +58,26 @@ FAMILIES = {
     | SMALL
     | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
     "head_dim": 16}, }  # fmt: skip
+FAMILIES["qwen3-moe in 4 bits"] = FAMILIES["qwen3-moe"] | {"hidden_size": 128, "moe_intermediate_size": 128}
+QUANTISED = {"llama in 8 bits": "fp8", "gpt-oss in 4 bits": "mxfp4", "qwen3-moe in 4 bits": "int4"}
 
 
 def model_of(
     family: str, joins: Joins | None, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> CausalLM:
-    form = "fp8" if family == "llama in 8 bits" else "none"
+    form = QUANTISED.get(family, "none")
     monkeypatch.setitem(SHAPES, family, FAMILIES[family])
+    monkeypatch.setitem(FORMS, "int4", FORMS["int4"] | {"modules_to_not_convert": ["self_attn"]})
     folder = Path(mkdtemp(dir=tmp_path))
     model = build_model(target_config(family, "", folder, form), dtype=dtype, joins=joins)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.tensors():
         scale = 0.3 if "norm" in name else 16.0 if weight.dtype == FP8 else weight.shape[-1] ** -0.5
         offset = 1.0 if "norm" in name else 0.02 if "scale" in name else 0.0
+        if not weight.is_floating_point():
+            low, high = (120, 124) if weight.dtype == torch.uint8 and "scales" in name else (0, 256)
+            weight.copy_(torch.randint(low, high, weight.shape, generator=generator))
+            continue
         weight.copy_(
             torch.randn(weight.shape, generator=generator) * (0.0 if "scale" in name else scale) + offset
         )
@@ -175,6 +184,11 @@ LIMITS = {
     ("qwen3-moe", "none"): 12,
     ("qwen3-moe", "norms"): 12,
     ("qwen3-moe", ""): 8,
+    ("qwen3-moe in 4 bits", "none"): 12,
+    ("qwen3-moe in 4 bits", ""): 8,
+    ("gpt-oss", ""): 6,
+    ("gpt-oss in 4 bits", "none"): 11,
+    ("gpt-oss in 4 bits", ""): 6,
     ("deepseek-v2", "none"): 23,
     ("deepseek-v2", "norms,experts"): 17,
     ("deepseek-v2", "latents"): 14,
@@ -183,9 +197,10 @@ LIMITS = {
 }
 
 
-@pytest.mark.parametrize(
-    ("family", "names"), slow_but({(family, "") for family in ("llama", "qwen3-moe", "deepseek-v2")}, LIMITS)
-)
+QUICK = ("llama", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
+
+
+@pytest.mark.parametrize(("family", "names"), slow_but({(family, "") for family in QUICK}, LIMITS))
 @torch.no_grad()
 def test_a_decode_layer_of_one_row_has_few_launches(
     family: str, names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
