@@ -186,7 +186,11 @@ def planned_quantised(num_rows: int, num_experts: int, top_k: int, form: str) ->
 
 
 @pytest.mark.parametrize("form", [*GROUPS, "fp8", "fp8 blocks"])
-@pytest.mark.parametrize(("num_experts", "top_k"), [(128, 8), (60, 4), (8, 2)], ids=str)
+@pytest.mark.parametrize(
+    ("num_experts", "top_k"),
+    [pytest.param(128, 8, marks=pytest.mark.cluster), (60, 4), pytest.param(8, 2, marks=pytest.mark.cluster)],
+    ids=str,
+)
 def test_a_dry_run_plans_quantised_experts_of_any_number_of_rows(num_experts: int, top_k: int, form: str):
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     most = -(-300 * num_experts // top_k)  # behind the last border of the tiles, 256 slots an expert

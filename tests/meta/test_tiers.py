@@ -8,6 +8,8 @@ from baton.tests.meta.tiers import (
     FAST,
     FULL,
     GPU,
+    SECOND,
+    SECOND_FOLDERS,
     SLOWEST,
     TESTS,
     Collector,
@@ -42,6 +44,14 @@ class Item:
         (Item("cluster/test_a.py", "slow"), FULL),
         (Item("cluster/test_a.py", "smoke", "smollm2"), FAST),
         (Item("gpu/test_a.py", "gpu"), GPU),
+        (Item("unit/test_a.py", "cluster"), CLUSTER),
+        (Item("parity/test_mtp_engines.py"), CLUSTER),
+        (Item("parity/test_mtp.py", "smoke"), FAST),
+        (Item("parity/test_graph_injected_bugs.py"), CLUSTER),
+        (Item("sim/test_mutants.py"), CLUSTER),
+        (Item("parity/test_eagle3.py"), FAST),
+        (Item("parity/test_every_drafter.py"), FAST),
+        (Item("unit/engine/test_dflash.py"), FAST),
     ],
 )
 def test_folder_and_markers_give_the_tier(item, tier):
@@ -58,6 +68,11 @@ def test_the_slowest_files_come_first_and_the_others_keep_their_order():
 
 def test_every_file_that_is_named_slowest_exists():
     assert [path for path in SLOWEST if not (TESTS / path).is_file()] == []
+
+
+@pytest.mark.parametrize("pattern", SECOND)
+def test_every_pattern_of_the_second_tier_names_a_file(pattern):
+    assert any(path for folder in SECOND_FOLDERS for path in (TESTS / folder).glob(pattern))
 
 
 def test_the_makefile_selects_the_tiers_by_their_markers():

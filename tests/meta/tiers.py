@@ -1,23 +1,30 @@
 """The tier of a test: the first command that runs it. `python -m baton.tests.meta.tiers` prints them all.
 
 `make test`          every test that no later tier takes: at most 6 minutes on two cores
-`make test-cluster`  the marker `cluster`: tests of a folder in CLUSTER_FOLDERS and tests with the real model
-                     (`smollm2`)
+`make test-cluster`  the marker `cluster`: tests of a folder in CLUSTER_FOLDERS, tests with the real model
+                     (`smollm2`), and files in SECOND: one drafter other than EAGLE3, and planted bugs
 `make test-full`     all tests, those with the marker `slow` included
 `tests/gpu`          the marker `gpu`: a CUDA device
 
-The marker `smoke` keeps a test of a later tier in `make test`.
+The marker `smoke` keeps a test of a later tier in `make test`. Of every drafter a cheap law stays there, too:
+`parity/test_every_drafter.py`.
 """
 
 import contextlib
 import sys
 from collections import Counter
+from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 TESTS = Path(__file__).resolve().parents[1]
 CLUSTER_FOLDERS = ("cluster", "faults")  # real processes and sockets
+SECOND_FOLDERS = ("parity", "sim")
+SECOND = (
+    "test_mtp*", "test_latent_mtp*", "test_dflash*", "test_eagle.py", "test_eagle_*", "*_injected_bugs.py",
+    "test_mutants.py",
+)  # fmt: skip
 FAST, CLUSTER, FULL, GPU = "make test", "make test-cluster", "make test-full", "tests/gpu"
 TIERS = (FAST, CLUSTER, FULL, GPU)
 # The files that take longest, the longest first: a run that begins with them keeps all workers busy.
@@ -53,8 +60,9 @@ def is_of_cluster_tier(item: pytest.Item) -> bool:
     """Whether the test gets the marker `cluster`."""
     if item.get_closest_marker("smoke"):
         return False
-    in_folder = relative_path(item).partition("/")[0] in CLUSTER_FOLDERS
-    return in_folder or item.get_closest_marker("smollm2") is not None
+    folder, _, name = relative_path(item).partition("/")
+    is_second = folder in SECOND_FOLDERS and any(fnmatch(name, pattern) for pattern in SECOND)
+    return folder in CLUSTER_FOLDERS or is_second or item.get_closest_marker("smollm2") is not None
 
 
 def mark_tiers(items: list[pytest.Item]) -> None:

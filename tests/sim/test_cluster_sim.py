@@ -21,7 +21,7 @@ from baton.tests.sim.cluster_world import Options, Settings, run
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-SEEDS = 200
+SEEDS, MORE_SEEDS = 100, 400
 MANY_SEEDS = 2000
 # not Quarantined, with which 3 of 5000 seeds ended: requests that kill have a test of their own
 ENDS = ("left", "stopped", "reset", "DeadlineExceeded", "TransferTimeout", "NoWorkers")
@@ -55,8 +55,9 @@ def check_seeds(num_seeds, folder):
     return summary
 
 
-def test_every_invariant_holds_under_every_kind_of_fault(tmp_path):
-    check_seeds(SEEDS, tmp_path)
+@pytest.mark.parametrize("num_seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.cluster)])
+def test_every_invariant_holds_under_every_kind_of_fault(tmp_path, num_seeds):
+    check_seeds(num_seeds, tmp_path)
 
 
 @pytest.mark.slow

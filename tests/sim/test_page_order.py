@@ -32,7 +32,7 @@ def watch_launches(engine):
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("drafts", [None, {"spec_steps": 3}, {"spec_steps": 3, "spec_topk": 2}])
-@pytest.mark.parametrize("chunk_size", [4, 0])
+@pytest.mark.parametrize("chunk_size", [4, pytest.param(0, marks=pytest.mark.cluster)])
 def test_no_block_is_copied_before_the_forwards_that_use_its_pages(target, head, chunk_size, drafts, overlap):
     pair = checked(
         Pair(

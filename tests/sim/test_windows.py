@@ -59,6 +59,12 @@ CELLS = [
 ]
 
 
+HANDED_OVER_FIRST = [
+    pytest.param(False, id="handed over"),
+    pytest.param(True, id="local", marks=pytest.mark.cluster),
+]
+
+
 @pytest.fixture(scope="module")
 def models(toy_checkpoint, tmp_path_factory):
     """(target, head) of a family."""
@@ -138,7 +144,7 @@ def watched(pair, worker):
     raise AssertionError("not idle")
 
 
-@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "local"])
+@pytest.mark.parametrize("is_local", HANDED_OVER_FIRST)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_long_request_holds_a_bounded_number_of_window_pages(models, expected, family, is_local):
     """A prompt of 160 tokens and 60 of output, 55 pages, in a pool of 30 window pages."""
@@ -189,7 +195,7 @@ def test_a_hand_off_has_the_window_pages_of_the_tail_alone(models, family):
 # --- prefixes -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("is_local", [False, True], ids=["handed over", "local"])
+@pytest.mark.parametrize("is_local", HANDED_OVER_FIRST)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_conversation_goes_on_from_its_own_window(models, expected, family, is_local):
     """Each turn has all tokens before it as its prompt; hits need few window pages."""
