@@ -19,9 +19,8 @@ from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import ExpertForm
 from .expert_products import store_expert_tile
 from .joined_experts import ranked_experts, store_choice, store_row_sum
-from .mxfp4 import mxfp4_quarters
 from .normed_linear import UnscaledRows
-from .packed_experts import PackedMatrices, integer_sums
+from .packed_experts import PackedMatrices, packed_sums
 from .packed_words import UNIT
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing
@@ -70,19 +69,11 @@ def _split_products(
             i_part = tl.minimum(i_part, PARTS - 1)  # whose rows are 0
         b_words = tl.load(p_outs + (i_part * UNIT)[:, None])
         p_part = p_groups + i_part * (GROUPS * SCALE_STRIDE)
-        if GROUP == 0:
-            b_scales = tl.load(p_part, mask=m_line, other=0)
-            b_0, b_1, b_2, b_3 = mxfp4_quarters(b_words, b_scales, b_x0.dtype, HAS_PAIRS)
-            b_y = tl.dot(b_0, b_x0, b_y, input_precision="ieee")
-            b_y = tl.dot(b_1, b_x1, b_y, input_precision="ieee")
-            b_y = tl.dot(b_2, b_x2, b_y, input_precision="ieee")
-            b_y = tl.dot(b_3, b_x3, b_y, input_precision="ieee")
-        else:
-            b_y = integer_sums(
-                b_words, b_x0, b_x1, b_x2, b_x3, p_part, SCALE_STRIDE, m_line, b_y, GROUP, HAS_PAIRS
-            )
+        b_y = packed_sums(
+            b_words, b_x0, b_x1, b_x2, b_x3, p_part, SCALE_STRIDE, m_line, b_y, GROUP, HAS_PAIRS
+        )
     if GROUP == 0 and HAS_PAIRS:
-        b_y *= 18446744073709551616.0  # 2^64, by which `mxfp4_quarters` makes them smaller
+        b_y *= 18446744073709551616.0  # 2^64, by which `packed_sums` makes them smaller
     return b_y
 
 

@@ -78,7 +78,7 @@ def packed_experts_reference(
 
 
 @jit
-def integer_sums(
+def _integer_sums(
     b_words: tl.tensor,
     b_x0: tl.tensor,
     b_x1: tl.tensor,
@@ -124,6 +124,39 @@ def integer_sums(
         b_dot = tl.dot(b_2, b_x2, b_dot, input_precision="ieee")
         b_dot = tl.dot(b_3, b_x3, b_dot, input_precision="ieee")
     return b_y + b_dot * group_scale(b_g3)[:, None]
+
+
+@jit
+def packed_sums(
+    b_words: tl.tensor,
+    b_x0: tl.tensor,
+    b_x1: tl.tensor,
+    b_x2: tl.tensor,
+    b_x3: tl.tensor,
+    p_groups: tl.tensor,
+    group_stride: tl.tensor,
+    m_out: tl.tensor,
+    b_y: tl.tensor,
+    GROUP: tl.constexpr,
+    HAS_PAIRS: tl.constexpr,
+) -> tl.tensor:
+    """`b_y` with the product of words `[OUT, UNIT]` with the rows of their quarters, `[OUT, ROWS]`.
+
+    `p_groups` `[OUT]`: the first of their scales, the next group's `group_stride` behind. Sums of MXFP4 by
+    pairs are smaller by 2^64.
+    """
+    if GROUP == 0:
+        b_scales = tl.load(p_groups, mask=m_out, other=0)
+        b_0, b_1, b_2, b_3 = mxfp4_quarters(b_words, b_scales, b_x0.dtype, HAS_PAIRS)
+        b_y = tl.dot(b_0, b_x0, b_y, input_precision="ieee")
+        b_y = tl.dot(b_1, b_x1, b_y, input_precision="ieee")
+        b_y = tl.dot(b_2, b_x2, b_y, input_precision="ieee")
+        b_y = tl.dot(b_3, b_x3, b_y, input_precision="ieee")
+    else:
+        b_y = _integer_sums(
+            b_words, b_x0, b_x1, b_x2, b_x3, p_groups, group_stride, m_out, b_y, GROUP, HAS_PAIRS
+        )
+    return b_y
 
 
 @jit
@@ -210,31 +243,15 @@ def _packed_experts_kernel(
         b_x3 = _x_quarter(p_rows, first + 3 * UNIT, in_size, m_slot, IS_EVEN)
         p_part = p_groups + i_part * GROUPS * rows_of_expert
         b_words = tl.load(p_outs + i_part * UNIT)
-        if GROUP == 0:
-            b_scales = tl.load(p_part, mask=m_out, other=0)
-            b_0, b_1, b_2, b_3 = mxfp4_quarters(b_words, b_scales, b_x0.dtype, HAS_PAIRS)
-            b_y = tl.dot(b_0, b_x0, b_y, input_precision="ieee")
-            b_y = tl.dot(b_1, b_x1, b_y, input_precision="ieee")
-            b_y = tl.dot(b_2, b_x2, b_y, input_precision="ieee")
-            b_y = tl.dot(b_3, b_x3, b_y, input_precision="ieee")
-        else:
-            b_y = integer_sums(
-                b_words, b_x0, b_x1, b_x2, b_x3, p_part, rows_of_expert, m_out, b_y, GROUP, HAS_PAIRS
-            )
+        b_y = packed_sums(
+            b_words, b_x0, b_x1, b_x2, b_x3, p_part, rows_of_expert, m_out, b_y, GROUP, HAS_PAIRS
+        )
         if IS_GATED:
             p_part += out_size
             b_words = tl.load(p_ups + i_part * UNIT)
-            if GROUP == 0:
-                b_scales = tl.load(p_part, mask=m_out, other=0)
-                b_0, b_1, b_2, b_3 = mxfp4_quarters(b_words, b_scales, b_x0.dtype, HAS_PAIRS)
-                b_up = tl.dot(b_0, b_x0, b_up, input_precision="ieee")
-                b_up = tl.dot(b_1, b_x1, b_up, input_precision="ieee")
-                b_up = tl.dot(b_2, b_x2, b_up, input_precision="ieee")
-                b_up = tl.dot(b_3, b_x3, b_up, input_precision="ieee")
-            else:
-                b_up = integer_sums(
-                    b_words, b_x0, b_x1, b_x2, b_x3, p_part, rows_of_expert, m_out, b_up, GROUP, HAS_PAIRS
-                )
+            b_up = packed_sums(
+                b_words, b_x0, b_x1, b_x2, b_x3, p_part, rows_of_expert, m_out, b_up, GROUP, HAS_PAIRS
+            )
     if GROUP == 0 and HAS_PAIRS:
         b_y *= 18446744073709551616.0  # 2^64, by which `mxfp4_quarters` makes them smaller
         b_up *= 18446744073709551616.0

@@ -8,6 +8,7 @@ the libraries and this source. A second start reads it instead.
 import hashlib
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,12 @@ def driver_version(path: Path = Path("/proc/driver/nvidia/version")) -> str:
         return ""
 
 
-def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]]) -> list[Launch]:
+def kept_launches(
+    folder: Path | None,
+    key: str,
+    plan: Callable[[], list[Launch]],
+    clock: Callable[[], float] = time.monotonic,
+) -> list[Launch]:
     """The launches that `folder` keeps under `key`, else those of `plan`, which it keeps from then on.
 
     Without a folder nothing is kept. A file that cannot be read is replaced, and one that cannot be written
@@ -57,7 +63,9 @@ def kept_launches(folder: Path | None, key: str, plan: Callable[[], list[Launch]
             return launches
         except (OSError, ValueError) as error:
             logger.warning("planned kernels are planned again: %s: %s", path, error)
+    started = clock()
     launches = plan()
+    logger.info("a dry run found %d kernel variants in %.1f s", len(launches), clock() - started)
     if path is not None:
         try:
             _write(path, encode_launches(launches))

@@ -84,6 +84,18 @@ def test_arguments_without_a_text_leave_no_file(tmp_path: Path, caplog: pytest.L
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_dry_run_tells_what_it_found_and_its_time_and_a_kept_plan_none(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    times = iter((3.0, 10.5))
+    with caplog.at_level(logging.INFO):
+        kept_launches(tmp_path, "k", lambda: [launch(), launch()], lambda: next(times))
+        assert "a dry run found 2 kernel variants in 7.5 s" in caplog.text
+        caplog.clear()
+        kept_launches(tmp_path, "k", lambda: [launch()], lambda: next(times))
+    assert caplog.text == ""
+
+
 def test_a_folder_that_is_missing_is_no_error(tmp_path: Path) -> None:
     assert kept_launches(None, "k", lambda: [launch()]) == [launch()]
 
