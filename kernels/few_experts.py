@@ -68,10 +68,11 @@ class FewExperts(NamedTuple):
 
 def can_join_experts(experts: FewExperts) -> bool:
     """Whether these kernels compute such a layer."""
-    shared, inner = experts.shared_down, experts.sizes[2]
-    has_whole = shared is None or shared.shape[1] % inner == 0
-    is_known = shared is None if isinstance(experts.down, PackedMatrices) else has_whole
-    is_here = experts.form.total == 0
+    form, shared = experts.form, experts.shared_down
+    is_gpt_oss = form.limit != 0.0 or form.gate_up_bias is not None or form.down_bias is not None
+    is_plain = not (is_gpt_oss or isinstance(experts.down, PackedMatrices))
+    is_known = shared is None or (is_plain and shared.shape[1] % experts.sizes[2] == 0)
+    is_here = form.total == 0
     return is_known and is_here and experts.routing.num_groups == 1 and len(experts.router) <= MAX_EXPERTS
 
 
@@ -363,11 +364,12 @@ def few_experts_triton(
     *,
     first: FewTile | None = None,
     second: FewTile | None = None,
-    packed: tuple[FewPackedTile, FewPackedTile] | None = None,
+    packed: tuple[FewPackedTile | None, FewPackedTile | None] = (None, None),
+    has_pairs: bool | None = None,
     block_experts: int = 1,
 ) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
     """Launch; arguments as in `few_experts`. Raises ValueError as it does. `packed`: the tiles of weights in
-    4 bits.
+    4 bits. `has_pairs` as in `packed_experts_triton`.
     """
     _check(rows, experts, residual)
     num_rows, hidden = residual.shape
@@ -377,7 +379,7 @@ def few_experts_triton(
     first, second = first or usual[0], second or usual[1]
     logits = router_logits_triton(rows, experts, block_experts=block_experts)
     if isinstance(experts.gate_up, PackedMatrices) or isinstance(experts.down, PackedMatrices):
-        return _packed_triton(rows, logits, experts, residual, norm, packed or (None, None))
+        return _packed_triton(rows, logits, experts, residual, norm, packed, has_pairs)
     ids = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=residual.device)
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=residual.device)
     slots = routing.top_k + num_shared
@@ -457,13 +459,18 @@ def _packed_triton(
     residual: torch.Tensor,
     norm: NextNorm | None,
     tiles: tuple[FewPackedTile | None, FewPackedTile | None],
+    has_pairs: bool | None,
 ) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
     """As `few_experts_triton` behind the router."""
     routing, gate_up, down, form = experts.routing, experts.gate_up, experts.down, experts.form
     assert isinstance(gate_up, PackedMatrices)
     assert isinstance(down, PackedMatrices)
-    inner, ids, weights = first_products(rows, logits, experts.bias, routing, gate_up, form, tile=tiles[0])
-    total, left = second_products(inner, ids, weights, down, form, residual, norm, tile=tiles[1])
+    inner, ids, weights = first_products(
+        rows, logits, experts.bias, routing, gate_up, form, tile=tiles[0], has_pairs=has_pairs
+    )
+    total, left = second_products(
+        inner, ids, weights, down, form, residual, norm, tile=tiles[1], has_pairs=has_pairs
+    )
     return total, left, ids
 
 
@@ -490,9 +497,8 @@ def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> N
         )
     fault = experts.routing.fault(num_experts)
     if fault or not can_join_experts(experts):
-        raise ValueError(
-            f"few_experts: {fault or 'groups, too many experts, or shared ones of another size'}"
-        )
+        known = "groups, too many experts, some elsewhere, or shared ones of another size or form"
+        raise ValueError(f"few_experts: {fault or known}")
 
 
 def few_experts(

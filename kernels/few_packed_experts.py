@@ -267,6 +267,13 @@ def second_tile(top_k: int) -> FewPackedTile:
     return FewPackedTile(8, max(1, MIN_ROWS // next_power_of_2(top_k)), 2, 4)
 
 
+def _has_pairs(x: torch.Tensor, has_pairs: bool | None) -> bool:
+    """Whether words are unpacked by instructions for pairs, for inputs like `x`; `has_pairs` decides if
+    given.
+    """
+    return x.dtype == torch.bfloat16 and (x.is_cuda if has_pairs is None else has_pairs)
+
+
 def first_products(
     rows: UnscaledRows,
     logits: torch.Tensor,
@@ -276,9 +283,10 @@ def first_products(
     form: ExpertForm,
     *,
     tile: FewPackedTile | None = None,
+    has_pairs: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(gated products `[T*K, I]`, the chosen experts int32 `[T, K]`, their weights float32 `[T, K]`) of rows
-    with the router's `logits` float32 `[T, E]`.
+    with the router's `logits` float32 `[T, E]`. `has_pairs` as in `packed_experts_triton`.
     """
     num_rows, hidden = rows.z.shape
     num_experts, double, num_words = gate_up.words.shape
@@ -316,7 +324,7 @@ def first_products(
         WORDS=num_words,
         EXPERT_SCALES=gate_up.scales.stride(0),
         SQUARES=rows.squares.shape[1],
-        HAS_PAIRS=rows.z.is_cuda and dtype == torch.bfloat16,
+        HAS_PAIRS=_has_pairs(rows.z, has_pairs),
         GROUP=gate_up.group,
         UNIT=UNIT,
         BLOCK_EXPERTS=next_power_of_2(num_experts),
@@ -343,9 +351,10 @@ def second_products(
     norm: NextNorm | None,
     *,
     tile: FewPackedTile | None = None,
+    has_pairs: bool | None = None,
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
     """The results of `first_products` -> the sum `[T, H]` of the chosen experts and `residual`, and its rows
-    in front of `norm`.
+    in front of `norm`. `has_pairs` as in `packed_experts_triton`.
     """
     num_rows, hidden = residual.shape
     top_k, inner_size = ids.shape[1], inner.shape[1]
@@ -375,7 +384,7 @@ def second_products(
         EXPERT_SCALES=down.scales.stride(0),
         HAS_NORM=norm is not None,
         OFFSET=0.0 if norm is None else norm.offset or 0.0,
-        HAS_PAIRS=inner.is_cuda and inner.dtype == torch.bfloat16,
+        HAS_PAIRS=_has_pairs(inner, has_pairs),
         GROUP=down.group,
         UNIT=UNIT,
         BLOCK_OUT=chosen.out,

@@ -257,17 +257,19 @@ class MixtureOfExperts:
             self.config.is_float32_router,
             None if shared is None else shared.gate_up.weight,
             None if shared is None else shared.down.weight,
-            self.router.bias,
+            None if self.config.is_float32_router else self.router.bias,
             self.form,
         )
 
     def _matrices(self) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor | PackedMatrices] | None:
-        """Those of gate and up, and of the outputs, in the model's dtype or in 4 bits; None in other
-        forms.
+        """Those of gate and up, and of the outputs, in the model's dtype or in 4 bits; None in other forms,
+        and before they are finished.
         """
         if self.stored is None:
-            return self.gate_up, self.down
-        return (self.stored.gate_up, self.stored.down) if isinstance(self.stored, Int4Experts) else None
+            return (self.gate_up, self.down) if self.gate_up.dim() == 3 else None
+        if isinstance(self.stored, Int4Experts) and self.stored.gate_up.words.dim() == 3:
+            return self.stored.gate_up, self.stored.down
+        return None
 
     def route(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of rows `x` `[T, H]`: ids int32 and weights float32, both `[T, K]`."""

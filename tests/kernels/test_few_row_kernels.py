@@ -3,11 +3,18 @@
 from collections.abc import Callable
 
 import pytest
-from baton.tests.kernels.few_row_cases import few_row_cases
+import torch
+from baton.tests.kernels.few_row_cases import check_few_experts, few_row_cases
 
 CASES = list(few_row_cases())
 CHECKS = [check for check, _ in CASES]
-QUICK = [CASES[CHECKS.index(check)] for check in dict.fromkeys(CHECKS)]  # one of each
+# one of each, and the experts in 4 bits or of gpt-oss in float32, whose cases have more arguments
+QUICK = [CASES[CHECKS.index(check)] for check in dict.fromkeys(CHECKS)]
+QUICK += [
+    case
+    for case in CASES
+    if case[0] is check_few_experts and case[1][6:7] == (torch.float32,) and case[1][7:]
+]
 
 
 @pytest.mark.parametrize(

@@ -281,7 +281,8 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
         form = ExpertForm(torch.zeros(8, 2 * inner).bfloat16(), torch.zeros(8, 2048).bfloat16(), 7.0, 1.702)
         routing = Routing(top_k=top_k, is_normalised=True)
         packed = FewExperts(routing, x[:1].expand(8, -1), *matrices, router_bias=x[0, :8], form=form)
-        few_experts_triton(rows, packed, x[:1], norm)
+        few_experts_triton(rows, packed, x[:1], norm, has_pairs=True)
+        assert "fma.rn.bf16x2" in compiled_for_h200[-1][1].asm["ptx"]
     sizes, made = LatentSizes(128, 64, 128, 512, True), torch.zeros(16, 256, 512, dtype=torch.bfloat16)
     latents = torch.zeros(10, 2, 1, 16, 1, 576, dtype=torch.bfloat16)
     table = torch.zeros(1, 8, dtype=torch.int64)

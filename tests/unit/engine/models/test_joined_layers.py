@@ -108,12 +108,13 @@ def slow_but(quick: set[tuple[object, ...]], cases: Iterable[tuple[object, ...]]
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
+QUICK = ("llama", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
 NAMES = (("norms",), ("norms", "experts"), ("latents",), JOIN_NAMES)
 
 
 @pytest.mark.parametrize(
     ("family", "names"),
-    slow_but({("llama", JOIN_NAMES), ("deepseek-v2", JOIN_NAMES)}, product(FAMILIES, NAMES)),
+    slow_but({(family, JOIN_NAMES) for family in QUICK}, product(FAMILIES, NAMES)),
 )
 @torch.no_grad()
 def test_joined_steps_compute_what_they_do_apart(
@@ -197,9 +198,6 @@ LIMITS = {
 }
 
 
-QUICK = ("llama", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
-
-
 @pytest.mark.parametrize(("family", "names"), slow_but({(family, "") for family in QUICK}, LIMITS))
 @torch.no_grad()
 def test_a_decode_layer_of_one_row_has_few_launches(
@@ -211,6 +209,18 @@ def test_a_decode_layer_of_one_row_has_few_launches(
     model = model_of(family, joins, torch.bfloat16, tmp_path, monkeypatch)
     found = launches_a_layer(model, monkeypatch)
     assert len(found) == LIMITS[family, names], found
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss in 4 bits", "qwen3-moe in 4 bits"])
+def test_experts_are_joined_once_they_are_finished(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("baton.engine.models.quant.projections.Projections.finish", lambda self: None)
+    model = model_of(family, None, torch.bfloat16, tmp_path, monkeypatch)
+    assert not model.layers[1].mlp.joins(named_joins("all"), 1)
+    monkeypatch.undo()
+    model = model_of(family, None, torch.bfloat16, tmp_path, monkeypatch)
+    assert model.layers[1].mlp.joins(named_joins("all"), 1)
 
 
 def test_batch_invariant_operations_share_no_launches():
