@@ -49,6 +49,8 @@ class Item:
         (Item("parity/test_mtp.py", "smoke"), FAST),
         (Item("parity/test_graph_injected_bugs.py"), CLUSTER),
         (Item("sim/test_mutants.py"), CLUSTER),
+        (Item("sim/test_deterministic_pair.py"), CLUSTER),
+        (Item("parity/test_batch_invariance.py", "smoke"), FAST),
         (Item("parity/test_eagle3.py"), FAST),
         (Item("parity/test_every_drafter.py"), FAST),
         (Item("unit/engine/test_dflash.py"), FAST),

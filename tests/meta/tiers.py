@@ -2,7 +2,8 @@
 
 `make test`          every test that no later tier takes: at most 6 minutes on two cores
 `make test-cluster`  the marker `cluster`: tests of a folder in CLUSTER_FOLDERS, tests with the real model
-                     (`smollm2`), and files in SECOND: one drafter other than EAGLE3, and planted bugs
+                     (`smollm2`), and files in SECOND: one drafter other than EAGLE3, planted bugs,
+                     bits and near-ties of whole answers, full disks
 `make test-full`     all tests, those with the marker `slow` included
 `tests/gpu`          the marker `gpu`: a CUDA device
 
@@ -23,7 +24,8 @@ CLUSTER_FOLDERS = ("cluster", "faults")  # real processes and sockets
 SECOND_FOLDERS = ("parity", "sim")
 SECOND = (
     "test_mtp*", "test_latent_mtp*", "test_dflash*", "test_eagle.py", "test_eagle_*", "*_injected_bugs.py",
-    "test_mutants.py",
+    "test_mutants.py", "test_batch_invariance.py", "test_deterministic_*", "test_bf16_audit.py",
+    "test_full_disk.py",
 )  # fmt: skip
 FAST, CLUSTER, FULL, GPU = "make test", "make test-cluster", "make test-full", "tests/gpu"
 TIERS = (FAST, CLUSTER, FULL, GPU)

@@ -28,7 +28,12 @@ WAYS = [
 
 # A third of the cells, with both dtypes; all in the last tier.
 CASES = [
-    pytest.param(dtype, way, id=f"{dtype}-{way}", marks=pytest.mark.slow if (number - turn) % 3 else ())
+    pytest.param(
+        dtype,
+        way,
+        id=f"{dtype}-{way}",
+        marks=pytest.mark.slow if (number - turn) % 3 else pytest.mark.smoke if number == turn else (),
+    )
     for turn, dtype in enumerate((torch.bfloat16, torch.float32))
     for number, way in enumerate(WAYS)
 ]
