@@ -19,7 +19,7 @@ from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm, experts_by_definition
 from .expert_products import MIN_TILE_ROWS, store_expert_tile
 from .few_packed_experts import FewPackedTile, first_products, second_products
-from .joined_experts import ranked_experts, store_choice, store_row_sum
+from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .packed_experts import PackedMatrices, check_matrices
 from .rms_norm import NextNorm
@@ -201,25 +201,20 @@ def _first_kernel(
     i_slot = tl.program_id(1)
     row = (i_slot // SLOTS).to(tl.int64)
     choice = i_slot % SLOTS
-    i_expert = tl.arange(0, BLOCK_EXPERTS)
+    is_last = i_tile == tl.num_programs(0) - 1
     p_weight = p_shared + (choice - TOP_K).to(tl.int64) * (INNER * HIDDEN)
     up_rows = NUM_SHARED * INNER
     expert = choice * 0
     if choice < TOP_K:
-        b_logit, b_rank = ranked_experts(
-            p_logits + row * NUM_EXPERTS, p_choice_bias, NUM_EXPERTS, IS_SIGMOID, HAS_CHOICE_BIAS,
-            BLOCK_EXPERTS, LARGEST,
+        o_choice = row * TOP_K + choice
+        expert = choose_expert(
+            p_logits + row * NUM_EXPERTS, p_choice_bias, p_ids + o_choice, p_weights + o_choice, choice,
+            is_last, scale, TOP_K, IS_NORMALISED, IS_SIGMOID, HAS_CHOICE_BIAS, NUM_EXPERTS, BLOCK_EXPERTS,
+            LARGEST, SMALLEST_SUM,
         )  # fmt: skip
-        expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
         p_weight = p_gate_up + expert.to(tl.int64) * (2 * INNER * HIDDEN)
         up_rows = INNER
-        if i_tile == tl.num_programs(0) - 1:
-            o_choice = row * TOP_K + choice
-            store_choice(
-                p_ids + o_choice, p_weights + o_choice, b_logit, b_rank, choice, expert, scale, TOP_K,
-                IS_NORMALISED, IS_SIGMOID, SMALLEST_SUM,
-            )  # fmt: skip
-    if i_tile == tl.num_programs(0) - 1:
+    if is_last:
         return
     i_row = tl.arange(0, BLOCK_ROWS)
     m_row = i_row == 0

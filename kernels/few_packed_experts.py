@@ -18,9 +18,9 @@ import torch
 from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import ExpertForm
 from .expert_products import store_expert_tile
-from .joined_experts import ranked_experts, store_choice, store_row_sum
+from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import UnscaledRows
-from .packed_experts import PackedMatrices, packed_sums
+from .packed_experts import PackedMatrices, packed_sums, x_quarter
 from .packed_words import UNIT
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing
@@ -58,12 +58,12 @@ def _split_products(
     i_unit = tl.arange(0, UNIT)
     b_y = tl.zeros((LINES, ROWS), dtype=tl.float32)
     for step in range(0, (PARTS + SPLITS - 1) // SPLITS):
-        p_inputs = p_rows + (step * SPLITS + i_row_split) * (4 * UNIT)
-        left = SIZE - (step * SPLITS + i_row_split) * (4 * UNIT)
-        b_x0 = _inputs(p_inputs, i_unit, left, m_row, IS_EVEN)
-        b_x1 = _inputs(p_inputs, i_unit + UNIT, left, m_row, IS_EVEN)
-        b_x2 = _inputs(p_inputs, i_unit + 2 * UNIT, left, m_row, IS_EVEN)
-        b_x3 = _inputs(p_inputs, i_unit + 3 * UNIT, left, m_row, IS_EVEN)
+        first = (step * SPLITS + i_row_split)[None, :] * (4 * UNIT)
+        p_inputs, left = p_rows[None, :] + first, SIZE - first
+        b_x0 = x_quarter(p_inputs, i_unit, left, m_row, IS_EVEN)
+        b_x1 = x_quarter(p_inputs, i_unit + UNIT, left, m_row, IS_EVEN)
+        b_x2 = x_quarter(p_inputs, i_unit + 2 * UNIT, left, m_row, IS_EVEN)
+        b_x3 = x_quarter(p_inputs, i_unit + 3 * UNIT, left, m_row, IS_EVEN)
         i_part = step * SPLITS + i_line_split
         if not IS_EVEN:
             i_part = tl.minimum(i_part, PARTS - 1)  # whose rows are 0
@@ -75,17 +75,6 @@ def _split_products(
     if GROUP == 0 and HAS_PAIRS:
         b_y *= 18446744073709551616.0  # 2^64, by which `packed_sums` makes them smaller
     return b_y
-
-
-@jit
-def _inputs(
-    p_inputs: tl.tensor, i_in: tl.tensor, left: tl.tensor, m_row: tl.tensor, IS_EVEN: tl.constexpr
-) -> tl.tensor:
-    """Inputs `i_in` of rows `[UNIT, ROWS]`, 0 from `left` `[ROWS]` on."""
-    p_x = p_inputs[None, :] + i_in[:, None]
-    if IS_EVEN:
-        return tl.load(p_x, mask=m_row[None, :], other=0.0)
-    return tl.load(p_x, mask=(i_in[:, None] < left[None, :]) & m_row[None, :], other=0.0)
 
 
 @jit_varying("num_slots")
@@ -137,17 +126,13 @@ def _first_packed_kernel(
     i_slot = tl.program_id(1)
     row = (i_slot // TOP_K).to(tl.int64)
     choice = i_slot % TOP_K
-    i_expert = tl.arange(0, BLOCK_EXPERTS)
-    b_logit, b_rank = ranked_experts(
-        p_logits + row * NUM_EXPERTS, p_choice_bias, NUM_EXPERTS, IS_SIGMOID, HAS_CHOICE_BIAS, BLOCK_EXPERTS,
-        LARGEST,
+    is_last = i_tile == tl.num_programs(0) - 1
+    expert = choose_expert(
+        p_logits + row * NUM_EXPERTS, p_choice_bias, p_ids + i_slot, p_weights + i_slot, choice, is_last,
+        scale, TOP_K, IS_NORMALISED, IS_SIGMOID, HAS_CHOICE_BIAS, NUM_EXPERTS, BLOCK_EXPERTS, LARGEST,
+        SMALLEST_SUM,
     )  # fmt: skip
-    expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
-    if i_tile == tl.num_programs(0) - 1:
-        store_choice(
-            p_ids + i_slot, p_weights + i_slot, b_logit, b_rank, choice, expert, scale, TOP_K, IS_NORMALISED,
-            IS_SIGMOID, SMALLEST_SUM,
-        )  # fmt: skip
+    if is_last:
         return
     i_part = tl.arange(0, BLOCK_SQUARES)
     b_squares = tl.load(p_squares + row * SQUARES + i_part, mask=i_part < SQUARES, other=0.0)

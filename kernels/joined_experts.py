@@ -13,16 +13,27 @@ from .triton_jit import jit, tl
 
 
 @jit
-def ranked_experts(
+def choose_expert(
     p_logits: tl.tensor,
     p_bias: tl.tensor,
-    NUM_EXPERTS: tl.constexpr,
+    p_id: tl.tensor,
+    p_weight: tl.tensor,
+    choice: tl.tensor,
+    is_stored: tl.tensor,
+    scale: tl.tensor,
+    TOP_K: tl.constexpr,
+    IS_NORMALISED: tl.constexpr,
     IS_SIGMOID: tl.constexpr,
     HAS_BIAS: tl.constexpr,
+    NUM_EXPERTS: tl.constexpr,
     BLOCK: tl.constexpr,
     LARGEST: tl.constexpr,
+    SMALLEST_SUM: tl.constexpr,
 ) -> tl.tensor:
-    """(finite logits, ranks) `[BLOCK]` of the experts of a row, as `route_experts` chooses."""
+    """The expert number `choice` of a row with logits at `p_logits` `[E]`, as `route_experts` chooses.
+
+    With `is_stored` it and its weight go to `p_id` and `p_weight`.
+    """
     i_expert = tl.arange(0, BLOCK)
     m_expert = i_expert < NUM_EXPERTS
     b_logit = tl.load(p_logits + i_expert, mask=m_expert, other=0.0)
@@ -30,30 +41,16 @@ def ranked_experts(
     b_choice = choices_of(b_logit, p_bias, i_expert, m_expert, IS_SIGMOID, HAS_BIAS, False)
     is_above = b_choice[:, None] > b_choice[None, :]
     is_before = (b_choice[:, None] == b_choice[None, :]) & (i_expert[:, None] < i_expert[None, :])
-    return b_logit, tl.sum((is_above | is_before).to(tl.int32), axis=0)
-
-
-@jit
-def store_choice(
-    p_id: tl.tensor,
-    p_weight: tl.tensor,
-    b_logit: tl.tensor,
-    b_rank: tl.tensor,
-    choice: tl.tensor,
-    expert: tl.tensor,
-    scale: tl.tensor,
-    TOP_K: tl.constexpr,
-    IS_NORMALISED: tl.constexpr,
-    IS_SIGMOID: tl.constexpr,
-    SMALLEST_SUM: tl.constexpr,
-) -> None:
-    """Stores `expert`, of rank `choice`, and its weight."""
-    b_score = scores_of(b_logit, IS_SIGMOID)
-    weight = tl.sum(tl.where(b_rank == choice, b_score, 0.0))
-    if IS_NORMALISED:
-        weight = weight / (tl.sum(tl.where(b_rank < TOP_K, b_score, 0.0)) + SMALLEST_SUM)
-    tl.store(p_id, expert)
-    tl.store(p_weight, weight * scale)
+    b_rank = tl.sum((is_above | is_before).to(tl.int32), axis=0)
+    expert = tl.sum(tl.where(b_rank == choice, i_expert, 0))
+    if is_stored:
+        b_score = scores_of(b_logit, IS_SIGMOID)
+        weight = tl.sum(tl.where(b_rank == choice, b_score, 0.0))
+        if IS_NORMALISED:
+            weight = weight / (tl.sum(tl.where(b_rank < TOP_K, b_score, 0.0)) + SMALLEST_SUM)
+        tl.store(p_id, expert)
+        tl.store(p_weight, weight * scale)
+    return expert
 
 
 @jit

@@ -1,10 +1,10 @@
 """4-bit floating-point values with a shared exponent (MXFP4): decoded to a float dtype, or packed.
 
 A block of 32 values along the inner dimension has one scale, a power of two. A checkpoint has two neighbours
-in a byte, the first in its low half. Packed for kernels, a weight `[N, H]` has words of four values as those
-of `packed_words`, `[N, 32*P]`, and int32 scales `[P, N]`: byte i of a word is the scale of quarter i plus
-SCALE_OFFSET. The bits of a value lie in its word, as PLACES says, so that one shift moves those of three
-quarters to where a bfloat16 has sign, exponent and mantissa.
+in a byte, the first in its low half. Packed for kernels, a weight `[N, H]` has the words of `packed_words`,
+`[N, 32*P]`, and int32 scales `[P, N]`: byte i of a word is the scale of quarter i plus SCALE_OFFSET. The bits
+of a value lie in its word (PLACES) so that one shift moves those of three quarters to where a bfloat16 has
+sign, exponent and mantissa.
 
 Source: Open Compute Project, "Microscaling formats (MX) specification", 2023 (e2m1, scales e8m0). Legend: G
 blocks of a row, N outputs, H = 32*G inputs, P = ceil(G / 4) parts of the inputs.
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import torch
 
-from .packed_words import pack_words, unpack_words
+from .packed_words import Places, pack_words, unpack_words
 from .triton_jit import jit, tl
 
 BLOCK = 32  # values that share a scale
@@ -24,8 +24,8 @@ EXPONENT_BIAS = 127
 # shifted back.
 SCALE_OFFSET = 62
 MAX_SCALE = 254 - SCALE_OFFSET  # the largest stored scale that has such a factor: 2^65
-# The bits of a word that hold mantissa, exponent (low bit first) and sign of the value of each quarter.
-PLACES = ((6, 7, 8, 15), (3, 4, 5, 12), (0, 1, 2, 9), (10, 11, 13, 14))
+# Mantissa and exponent are the three low bits of a value, sign the highest.
+PLACES: Places = (((7, 6), (8, 12)), ((7, 3), (8, 9)), ((7, 0), (8, 6)), ((3, 10), (12, 11)))
 
 
 def decode_mxfp4(blocks: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -61,30 +61,14 @@ def pack_mxfp4(blocks: torch.Tensor, scales: torch.Tensor) -> tuple[torch.Tensor
     halves = torch.stack((blocks & 15, blocks >> 4), dim=-1).flatten(1)
     filled = torch.nn.functional.pad(scales, (0, -scales.shape[1] % 4), value=EXPONENT_BIAS)
     quarters = (filled + SCALE_OFFSET).view(torch.int32)
-    return _placed(pack_words(halves)), quarters.t().contiguous()
-
-
-def _placed(words: torch.Tensor) -> torch.Tensor:
-    """The words of `packed_words` with bits where PLACES says."""
-    wide, placed = words.to(torch.int32), torch.zeros_like(words, dtype=torch.int32)
-    for source, target in enumerate(sum(PLACES, ())):
-        placed |= (wide >> source & 1) << target
-    return torch.where(placed >= 1 << 15, placed - (1 << 16), placed).to(torch.int16)
-
-
-def _gathered(words: torch.Tensor) -> torch.Tensor:
-    """The reverse of `_placed`."""
-    wide, gathered = words.to(torch.int32), torch.zeros_like(words, dtype=torch.int32)
-    for target, source in enumerate(sum(PLACES, ())):
-        gathered |= (wide >> source & 1) << target
-    return torch.where(gathered >= 1 << 15, gathered - (1 << 16), gathered).to(torch.int16)
+    return pack_words(halves, PLACES), quarters.t().contiguous()
 
 
 def unpack_mxfp4(words: torch.Tensor, scales: torch.Tensor, in_size: int, dtype: torch.dtype) -> torch.Tensor:
     """The values `[N, H]`, H = `in_size`, of a packed matrix with `scales` `[P, N]`."""
     stored = scales.t().clone(memory_format=torch.contiguous_format).view(torch.uint8)
     exponents = stored.to(torch.int32) - SCALE_OFFSET - EXPONENT_BIAS
-    halves = unpack_words(_gathered(words)).view(words.shape[0], -1, BLOCK)
+    halves = unpack_words(words, PLACES).view(words.shape[0], -1, BLOCK)
     return _scaled(halves, exponents, dtype).flatten(1)[:, :in_size]
 
 

@@ -160,18 +160,20 @@ def packed_sums(
 
 
 @jit
-def _x_quarter(
+def x_quarter(
     p_rows: tl.tensor,
     i_in: tl.tensor,
     in_size: tl.tensor,
-    m_slot: tl.tensor,
+    m_row: tl.tensor,
     IS_EVEN: tl.constexpr,
 ) -> tl.tensor:
-    """Inputs `i_in` of the rows of a tile, `[UNIT, ROWS]`."""
+    """Inputs `i_in` of the rows of a tile, `[UNIT, ROWS]`, from `p_rows` `[1, ROWS]` on. `in_size` is one for
+    all rows, or of each, `[1, ROWS]`.
+    """
     if IS_EVEN:
-        return tl.load(p_rows + i_in[:, None], mask=m_slot[None, :], other=0.0)
+        return tl.load(p_rows + i_in[:, None], mask=m_row[None, :], other=0.0)
     else:  # the last part of the inputs is filled up
-        return tl.load(p_rows + i_in[:, None], mask=(i_in < in_size)[:, None] & m_slot[None, :], other=0.0)
+        return tl.load(p_rows + i_in[:, None], mask=(i_in[:, None] < in_size) & m_row[None, :], other=0.0)
 
 
 @jit_varying("num_slots")
@@ -237,10 +239,10 @@ def _packed_experts_kernel(
     b_up = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
     for i_part in range(0, num_words // UNIT):
         first = i_part * 4 * UNIT + i_unit
-        b_x0 = _x_quarter(p_rows, first, in_size, m_slot, IS_EVEN)
-        b_x1 = _x_quarter(p_rows, first + UNIT, in_size, m_slot, IS_EVEN)
-        b_x2 = _x_quarter(p_rows, first + 2 * UNIT, in_size, m_slot, IS_EVEN)
-        b_x3 = _x_quarter(p_rows, first + 3 * UNIT, in_size, m_slot, IS_EVEN)
+        b_x0 = x_quarter(p_rows, first, in_size, m_slot, IS_EVEN)
+        b_x1 = x_quarter(p_rows, first + UNIT, in_size, m_slot, IS_EVEN)
+        b_x2 = x_quarter(p_rows, first + 2 * UNIT, in_size, m_slot, IS_EVEN)
+        b_x3 = x_quarter(p_rows, first + 3 * UNIT, in_size, m_slot, IS_EVEN)
         p_part = p_groups + i_part * GROUPS * rows_of_expert
         b_words = tl.load(p_outs + i_part * UNIT)
         b_y = packed_sums(

@@ -1,9 +1,9 @@
 """Weights of 4 bits in 16-bit words, as the kernel of packed experts reads them.
 
 A weight `[N, H]` is int16 `[N, 32*P]`. Its inputs are cut into parts of SPAN, and word (n, 32*p + j) holds
-input SPAN*p + UNIT*i + j in bits 4*i to 4*i + 3, so each quarter of a tile of words meets UNIT contiguous
-inputs, and a thread finds its words side by side, as a matrix instruction wants them. Inputs are filled up to
-whole parts with zeros.
+input SPAN*p + UNIT*i + j, in bits 4*i to 4*i + 3 or where other `Places` say. So each quarter of a tile of
+words meets UNIT contiguous inputs, and a thread finds its words side by side, as a matrix instruction wants
+them. Inputs are filled up to whole parts with zeros.
 
 4-bit integers have int32 `scales` `[G, N]` for groups of 32, 64 or 128 inputs, as in `int4_values`. G is that
 of the filled inputs.
@@ -12,6 +12,9 @@ Legend: N outputs, H inputs, P parts of the inputs, G groups of inputs.
 """
 
 from __future__ import annotations
+
+from functools import reduce
+from typing import TypeAlias
 
 import torch
 
@@ -22,19 +25,27 @@ UNIT = 32  # inputs of a quarter of a tile of words
 SPAN = 4 * UNIT
 
 
-def pack_words(values: torch.Tensor) -> torch.Tensor:
+# Where a word holds the value of each quarter: runs of bits of the value, and how far left of it they lie.
+Places: TypeAlias = tuple[tuple[tuple[int, int], ...], ...]
+NIBBLES: Places = tuple(((15, 4 * quarter),) for quarter in range(4))
+
+
+def pack_words(values: torch.Tensor, places: Places = NIBBLES) -> torch.Tensor:
     """Integers 0 to 15 `[N, H]` -> int16 `[N, 32*P]`."""
     filled = torch.nn.functional.pad(values.to(torch.int32), (0, -values.shape[1] % SPAN))
     quarters = filled.view(values.shape[0], -1, 4, UNIT).unbind(2)
-    words = quarters[0] | quarters[1] << 4 | quarters[2] << 8 | quarters[3] << 12
+    moved = (
+        (quarter & bits) << by for quarter, runs in zip(quarters, places, strict=True) for bits, by in runs
+    )
+    words = reduce(torch.bitwise_or, moved)
     return torch.where(words >= 1 << 15, words - (1 << 16), words).to(torch.int16).flatten(1)
 
 
-def unpack_words(words: torch.Tensor) -> torch.Tensor:
+def unpack_words(words: torch.Tensor, places: Places = NIBBLES) -> torch.Tensor:
     """The reverse of `pack_words`, with the filled inputs: uint8 `[N, SPAN*P]`."""
-    wide = words.to(torch.int32).view(words.shape[0], -1, 1, UNIT)
-    shifts = torch.arange(0, 16, 4, device=words.device).view(1, 1, 4, 1)
-    return (wide >> shifts & 15).to(torch.uint8).flatten(1)
+    units = words.view(words.shape[0], -1, UNIT)
+    quarters = [reduce(torch.bitwise_or, (units >> by & bits for bits, by in runs)) for runs in places]
+    return torch.stack(quarters, dim=2).to(torch.uint8).flatten(1)
 
 
 def pack_groups(scales: torch.Tensor, zeros: torch.Tensor, group: int) -> torch.Tensor:

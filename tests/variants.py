@@ -1,4 +1,6 @@
-"""Variants of a law: a few in `make test` as its witnesses, the others slow tests of `make test-full`."""
+"""Variants of a law: a few in `make test` as its witnesses, the others from `make test-cluster` on, or slow
+tests of `make test-full`.
+"""
 
 from collections.abc import Collection, Iterable
 
@@ -8,6 +10,11 @@ import pytest
 def slow(*values: object, id: str | None = None) -> object:
     """A set of parameters that only `make test-full` runs."""
     return pytest.param(*values, id=id, marks=pytest.mark.slow)
+
+
+def second(*values: object, id: str | None = None) -> object:
+    """A set of parameters that runs from `make test-cluster` on."""
+    return pytest.param(*values, id=id, marks=pytest.mark.cluster)
 
 
 def witnesses(values: Iterable[object], quick: Collection[object]) -> list[object]:

@@ -18,6 +18,7 @@ from baton.kernels.select_rows import select_last_rows_triton
 from baton.kernels.silu_mul import _silu_mul_kernel, silu_mul_triton
 from baton.kernels.triton_jit import Compiled, Launch, planned_launches, watch_compilations
 from baton.tests.kernels.cases import randn
+from baton.tests.variants import second
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 
@@ -186,11 +187,7 @@ def planned_quantised(num_rows: int, num_experts: int, top_k: int, form: str) ->
 
 
 @pytest.mark.parametrize("form", [*GROUPS, "fp8", "fp8 blocks"])
-@pytest.mark.parametrize(
-    ("num_experts", "top_k"),
-    [pytest.param(128, 8, marks=pytest.mark.cluster), (60, 4), pytest.param(8, 2, marks=pytest.mark.cluster)],
-    ids=str,
-)
+@pytest.mark.parametrize(("num_experts", "top_k"), [second(128, 8), (60, 4), second(8, 2)], ids=str)
 def test_a_dry_run_plans_quantised_experts_of_any_number_of_rows(num_experts: int, top_k: int, form: str):
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     most = -(-300 * num_experts // top_k)  # behind the last border of the tiles, 256 slots an expert

@@ -18,6 +18,7 @@ from baton.tests.sim import cluster_main
 from baton.tests.sim.cluster_faults import KINDS, TRANSITIONS, Faults
 from baton.tests.sim.cluster_seams import SEAMS
 from baton.tests.sim.cluster_world import Options, Settings, run
+from baton.tests.variants import second
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -55,7 +56,7 @@ def check_seeds(num_seeds, folder):
     return summary
 
 
-@pytest.mark.parametrize("num_seeds", [SEEDS, pytest.param(MORE_SEEDS, marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("num_seeds", [SEEDS, second(MORE_SEEDS)])
 def test_every_invariant_holds_under_every_kind_of_fault(tmp_path, num_seeds):
     check_seeds(num_seeds, tmp_path)
 

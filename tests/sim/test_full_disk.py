@@ -104,13 +104,7 @@ PLACES = {
 
 @pytest.mark.parametrize("host", [0, 1 << 19], ids=["disk only", "host and disk"])
 @pytest.mark.parametrize("is_mounted", [True, False], ids=["mounted", "patched"])
-@pytest.mark.parametrize(
-    "place",
-    [
-        pytest.param(place, marks=pytest.mark.cluster) if place in ("later slab", "first page") else place
-        for place in PLACES
-    ],
-)
+@pytest.mark.parametrize("place", PLACES)
 def test_a_full_disk_ends_its_tier_and_nothing_else(
     target, expected, slot_bytes, tmp_path, caplog, monkeypatch, place, is_mounted, host
 ):

@@ -7,6 +7,7 @@ from baton.tests.sim.late_copiers import attach_tiers
 from baton.tests.sim.test_tiered_workers import drained, played
 from baton.tests.sim.test_workers import prompts
 from baton.tests.sim.worker_pair import Pair, name
+from baton.tests.variants import second
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -32,7 +33,7 @@ def watch_launches(engine):
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 @pytest.mark.parametrize("drafts", [None, {"spec_steps": 3}, {"spec_steps": 3, "spec_topk": 2}])
-@pytest.mark.parametrize("chunk_size", [4, pytest.param(0, marks=pytest.mark.cluster)])
+@pytest.mark.parametrize("chunk_size", [4, second(0)])
 def test_no_block_is_copied_before_the_forwards_that_use_its_pages(target, head, chunk_size, drafts, overlap):
     pair = checked(
         Pair(

@@ -23,6 +23,7 @@ from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 from baton.tests.sim.test_page_growth import Asked, played
 from baton.tests.sim.worker_pair import Pair, name
+from baton.tests.variants import second
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -57,12 +58,7 @@ CELLS = [
     for family in SETTINGS
     for way in WAYS
 ]
-
-
-HANDED_OVER_FIRST = [
-    pytest.param(False, id="handed over"),
-    pytest.param(True, id="local", marks=pytest.mark.cluster),
-]
+HANDED_OVER_FIRST = [pytest.param(False, id="handed over"), second(True, id="local")]
 
 
 @pytest.fixture(scope="module")
