@@ -17,7 +17,7 @@ import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm, experts_by_definition
-from .expert_products import MIN_TILE_ROWS, store_expert_tile
+from .expert_products import store_expert_tile
 from .few_packed_experts import FewPackedTile, first_products, second_products
 from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
@@ -29,9 +29,8 @@ from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
 # Rows times the inner values of an expert: each row reads its experts for itself.
-MAX_INNER = 1536
-MAX_INNER_OF_ONE = 2880  # for one row
-MAX_PACKED_INNER = 5760  # in 4 bits
+MAX_INNER = 3072
+MAX_INNER_OF_TWO = 5760  # for one row or two
 
 
 class FewExperts(NamedTuple):
@@ -77,14 +76,15 @@ def can_join_experts(experts: FewExperts) -> bool:
 
 
 def should_join_experts(experts: FewExperts, num_rows: int) -> bool:
-    """Whether they are faster for `num_rows` rows. A layer of Qwen3-30B-A3B takes 52 us for a row instead of
-    61, 70 for two instead of 79, and 117 for four as different as can be instead of 116. The part of a layer
-    of gpt-oss-20b behind attention takes 66 us for a row instead of 74, in 4 bits 46 instead of 62, and 62
-    for two instead of 74.
+    """Whether they are faster for `num_rows` rows. The part of a layer behind attention takes, in us on an
+    H200, for one row, two, and four that choose as differently as can be: 32, 49 and 85 instead of 41, 58 and
+    92 (Qwen3-30B-A3B). One row and two of DeepSeek-V2-Lite take 49 and 79 instead of 66 and 88, of
+    gpt-oss-20b 65 and 117 instead of 74 and 120, in 4 bits 46 and 59 instead of 62 and 74.
     """
-    if isinstance(experts.down, PackedMatrices):
-        return num_rows * experts.sizes[2] <= MAX_PACKED_INNER
-    return num_rows * experts.sizes[2] <= (MAX_INNER_OF_ONE if num_rows == 1 else MAX_INNER)
+    if num_rows <= 2:
+        return num_rows * experts.sizes[2] <= MAX_INNER_OF_TWO
+    is_packed = isinstance(experts.down, PackedMatrices)
+    return not is_packed and num_rows * experts.sizes[2] <= MAX_INNER
 
 
 def few_experts_reference(
@@ -318,8 +318,10 @@ class FewTile(NamedTuple):
     num_stages: int
 
 
-FIRST_TILE = FewTile(32, 128, 4, 4)
+FIRST_TILE = FewTile(8, 256, 4, 4)
 SECOND_TILE = FewTile(8, 256, 8, 1)
+SHORT_SECOND_TILE = FewTile(8, 128, 8, 1)
+SHORT_INNER = 2048  # up to so many inner values
 FLOAT32_TILE = FewTile(16, 32, 4, 2)  # for tests
 
 
@@ -370,7 +372,8 @@ def few_experts_triton(
     num_rows, hidden = residual.shape
     inner_size, routing, form = experts.sizes[2], experts.routing, experts.form
     num_shared = experts.num_shared
-    usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else (FIRST_TILE, SECOND_TILE)
+    usual = FIRST_TILE, SHORT_SECOND_TILE if inner_size <= SHORT_INNER else SECOND_TILE
+    usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else usual
     first, second = first or usual[0], second or usual[1]
     logits = router_logits_triton(rows, experts, block_experts=block_experts)
     if isinstance(experts.gate_up, PackedMatrices) or isinstance(experts.down, PackedMatrices):
@@ -410,7 +413,7 @@ def few_experts_triton(
         BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
         BLOCK_OUT=first.out,
         BLOCK_IN=first.inner,
-        BLOCK_ROWS=MIN_TILE_ROWS,
+        BLOCK_ROWS=1,
         NUM_STAGES=first.num_stages,
         LARGEST=LARGEST,
         SMALLEST_SUM=SMALLEST_SUM,

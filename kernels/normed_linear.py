@@ -17,10 +17,10 @@ from .chained_launch import are_chained, chained, release_next, wait_for_previou
 from .rms_norm import NextNorm
 from .row_product import gated, load_residual, load_squares, row_product, store_sum, with_bias
 from .silu_mul import silu_mul_reference
-from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape
+from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape, vector_shape
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
-MAX_ROWS = 64  # of one tile
+MIN_ROWS, MAX_ROWS = 8, 64  # of one tile with matrix instructions
 WIDE_SUMS = (2048, 4096)  # outputs of a sum for 64 or 128 programs with wide tiles
 WIDE_OUTPUTS = 4096  # more have wide tiles in any product
 SHORT_INPUTS = 1024  # so few inputs of a product take small steps
@@ -142,13 +142,18 @@ def _normed_kernel(
         tl.store(p_y + o_y, b_y.to(dtype), mask=m_out[:, None] & m_row[None, :])
 
 
-def sum_shape(num_rows: int, out_size: int, device: torch.device) -> SkinnyShape:
+def sum_shape(num_rows: int, out_size: int, in_size: int, device: torch.device) -> SkinnyShape:
     """Tiles for the sums of `num_rows` x `out_size` outputs.
 
-    Wide tiles are faster where launches are chained and one round of programs reads the weights: 114.4 us a
-    layer of an 8B Llama instead of 116.0, and 53.9 instead of 55.6 for Qwen3-30B-A3B, whose 64 programs leave
-    half of an H200 to the next kernel. They are slower where launches are not chained: 118.1, not 117.1.
+    For several rows, wide tiles are faster where launches are chained and one round of programs reads the
+    weights; up to MIN_ROWS rows, long steps with most bytes on their way are. With these and those of
+    `scaled_shape`, a decode step of 8 requests takes 0.683 ms instead of 0.707 (SmolLM2-135M), one of 4
+    requests 4.278 instead of 4.318 (8B Llama).
     """
+    if num_rows == 1:
+        return vector_shape(in_size, is_sum=True)
+    if num_rows <= MIN_ROWS:
+        return SkinnyShape(out=16, inner=256 if in_size <= SHORT_INPUTS else 512, num_warps=2, num_stages=4)
     shape = skinny_shape(num_rows, out_size)
     if num_rows <= MIN_ROWS_TILE and out_size in WIDE_SUMS and are_chained(device):
         return SkinnyShape(out=32, inner=256, num_warps=4, num_stages=4)
@@ -158,16 +163,27 @@ def sum_shape(num_rows: int, out_size: int, device: torch.device) -> SkinnyShape
 def scaled_shape(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> SkinnyShape:
     """Tiles for `num_rows` x `out_size` outputs behind a norm.
 
-    Short inputs take small steps, of which most are on their way at once: 20.9 us a layer of SmolLM2-135M
-    instead of 22.2 (1 row), 21.0 instead of 22.5 (4 rows). The stages of wide tiles are worth 0.8 us of 126 a
-    layer of an 8B Llama without a gate, 1.3 us with one.
+    Short inputs take small steps, of which most are on their way at once: 21.0 us a layer of SmolLM2-135M
+    instead of 22.5 (4 rows). The stages of wide tiles are worth 0.8 us of 126 a layer of an 8B Llama without
+    a gate, 1.3 us with one.
     """
+    if num_rows == 1:
+        return vector_shape(in_size, is_gated=is_gated)
+    if num_rows <= MIN_ROWS and not is_gated:
+        return SkinnyShape(out=32, inner=128, num_warps=2, num_stages=6)
     if num_rows > MIN_ROWS_TILE:
         return skinny_shape(num_rows, out_size)
     if in_size <= SHORT_INPUTS:
         return SkinnyShape(out=16, inner=64, num_warps=4, num_stages=6)
     shape = skinny_shape(num_rows, out_size)
     return shape._replace(num_stages=3 if is_gated else 5) if out_size > WIDE_OUTPUTS else shape
+
+
+def tile_rows(num_rows: int) -> int:
+    """The rows of a tile for `num_rows` rows: one alone is multiplied without matrix instructions, whose
+    shortest have MIN_ROWS.
+    """
+    return 1 if num_rows == 1 else max(next_power_of_2(num_rows), MIN_ROWS)
 
 
 def sum_linear_triton(
@@ -187,7 +203,7 @@ def sum_linear_triton(
             f"sum_linear: residual {tuple(residual.shape)} {residual.dtype} does not fit {num_rows} rows of "
             f"{out_size} {x.dtype} outputs"
         )
-    tile = sum_shape(num_rows, out_size, x.device) if shape is None else shape
+    tile = sum_shape(num_rows, out_size, x.shape[1], x.device) if shape is None else shape
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     z = total if norm is None else torch.empty_like(total)
     squares = torch.empty(num_rows, cdiv(out_size, tile.out), dtype=torch.float32, device=x.device)
@@ -260,7 +276,7 @@ def _launch(
         BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
-        BLOCK_ROWS=max(next_power_of_2(x.shape[0]), MIN_ROWS_TILE),
+        BLOCK_ROWS=tile_rows(x.shape[0]),
         NUM_STAGES=tile.num_stages,
         **chained(x.device),
         num_warps=tile.num_warps,

@@ -13,7 +13,7 @@ import torch
 from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_scales import to_fp8_tile
 from .kv_store import check_kv
-from .normed_linear import UnscaledRows, check_rows, scaled_linear, scaled_shape
+from .normed_linear import UnscaledRows, check_rows, scaled_linear, scaled_shape, tile_rows
 from .rotate_store import rotate_store
 from .row_product import load_squares, row_product, with_bias
 from .skinny_linear import MIN_ROWS_TILE, SkinnyShape
@@ -163,7 +163,7 @@ def rotary_product_triton(
         BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
-        BLOCK_ROWS=max(next_power_of_2(num_rows), MIN_ROWS_TILE),
+        BLOCK_ROWS=tile_rows(num_rows),
         NUM_STAGES=tile.num_stages,
         **chained(x.device),
         num_warps=tile.num_warps,

@@ -124,9 +124,9 @@ class Joins:
 
 JOIN_NAMES = ("norms", "rotary", "experts", "latents")
 NO_JOINS = Joins()
-# Norms pay at 1 and at 4 rows, and up to 16 rows take the tiles of one. Each row reads its experts and the
+# Norms pay at 1 and at 4 rows, and up to 16 rows take equal tiles. Each row reads its experts and the
 # projection of its latents for itself, which only few rows should.
-FEW_ROWS = Joins(norms=MIN_ROWS_TILE, rotary=MIN_ROWS_TILE, experts=2, latents=4)
+FEW_ROWS = Joins(norms=MIN_ROWS_TILE, rotary=MIN_ROWS_TILE, experts=4, latents=4)
 
 
 def named_joins(text: str) -> Joins:

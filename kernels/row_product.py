@@ -1,9 +1,12 @@
-"""The tile code of products of few rows that carry norms and residual sums with them.
+"""The tile code of products of few rows, which may carry norms and residual sums with them.
 
 RMSNorm multiplies a whole row by one number, so a product need not wait for it: with z = x * w,
 norm(x) W^T = scale * (z W^T). The product in front of a norm adds its outputs to the residual stream,
 multiplies the sum by the norm's weights, and keeps the sum of the squares of each tile of outputs. The
 product behind the norm adds these sums while its weights are on their way, and scales its outputs.
+
+One row has no use for matrix instructions: their shared memory for rows that do not exist, and a step of the
+loop that waits for all of a wide tile, keep bytes from being on their way.
 
 Legend: OUT outputs and ROWS rows of a tile, IN inputs of one step; T rows, H inputs, S tiles whose squares
 were summed.
@@ -35,6 +38,40 @@ def load_squares(
 
 
 @jit
+def _vector_product(
+    p_row: tl.tensor,
+    p_weight: tl.tensor,
+    i_line: tl.tensor,
+    m_line: tl.tensor,
+    first_in: tl.tensor,
+    in_size: tl.tensor,
+    IS_EVEN: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> tl.tensor:
+    """The products `[LINES]` of one row with the lines `i_line` of a weight, without a matrix instruction:
+    each thread multiplies the inputs that it reads.
+    """
+    i_offset = tl.arange(0, BLOCK_IN)
+    p_lines = p_weight + i_line[:, None] * in_size
+    b_each = tl.zeros((i_line.shape[0], BLOCK_IN), dtype=tl.float32)
+    for first in tl.range(first_in, in_size, BLOCK_IN, num_stages=NUM_STAGES):
+        i_in = first + i_offset
+        if IS_EVEN:
+            b_x = tl.load(p_row + i_in)
+            b_weight = tl.load(p_lines + i_in[None, :], eviction_policy="evict_first")
+        else:
+            m_in = i_in < in_size
+            b_x = tl.load(p_row + i_in, mask=m_in, other=0.0)
+            m_weight = m_line[:, None] & m_in[None, :]
+            b_weight = tl.load(
+                p_lines + i_in[None, :], mask=m_weight, other=0.0, eviction_policy="evict_first"
+            )
+        b_each += b_weight.to(tl.float32) * b_x.to(tl.float32)[None, :]
+    return tl.sum(b_each, axis=1)
+
+
+@jit
 def row_product(
     p_x: tl.tensor,
     p_weight: tl.tensor,
@@ -60,6 +97,20 @@ def row_product(
     `up_rows`. With IS_EVEN the tiles divide N and H. Outputs are the rows of the product, because they are
     the long side.
     """
+    if b_y.shape[1] == 1:
+        i_line, m_line = tl.minimum(i_out, out_size - 1).to(tl.int64), m_out
+        if IS_GATED:
+            # one load asks for the lines of both halves
+            i_line = tl.reshape(tl.join(i_line, i_line + up_rows), (2 * i_out.shape[0],))
+            m_line = tl.reshape(tl.join(m_out, m_out), (2 * i_out.shape[0],))
+        p_row = p_x + tl.sum(i_row, axis=0) * x_stride
+        b_line = _vector_product(
+            p_row, p_weight, i_line, m_line, first_in, in_size, IS_EVEN, BLOCK_IN, NUM_STAGES
+        )
+        if IS_GATED:
+            b_line, b_more = tl.split(tl.reshape(b_line, (i_out.shape[0], 2)))
+            b_up += b_more[:, None]
+        return b_y + b_line[:, None], b_up
     i_offset = tl.arange(0, BLOCK_IN)
     p_rows = p_x + i_row[None, :] * x_stride
     i_own = tl.minimum(i_out, out_size - 1).to(tl.int64)

@@ -126,7 +126,20 @@ def dense_section(dense: Dense, num_rows: int) -> Section:
         return scaled_linear_triton(rows, qkv[layer], shape=shapes[3])
 
     section.ways += [Way("apart", apart), Way("norms joined", partial(joined, (None,) * 4))]
-    if dense is LLAMA:
+    if num_rows == 1:
+        for name, shapes in (
+            ("sums 4x512 2 warps", ((4, 512, 2, 4), None, (4, 512, 2, 4), None)),
+            ("sums 16x512 8 warps", ((16, 512, 8, 3), None, (16, 512, 8, 3), None)),
+            ("sums 8x256 2 warps", ((8, 256, 2, 5), None, (8, 256, 2, 5), None)),
+            ("gate 4x512", (None, (4, 512, 4, 3), None, None)),
+            ("gate 4x1024 8 warps", (None, (4, 1024, 8, 5), None, None)),
+            ("gate 4x256 2 warps", (None, (4, 256, 2, 4), None, None)),
+            ("qkv 16x256", (None, None, None, (16, 256, 4, 4))),
+            ("qkv 8x512", (None, None, None, (8, 512, 4, 4))),
+        ):
+            tiles = tuple(None if shape is None else SkinnyShape(*shape) for shape in shapes)
+            section.ways.append(Way(f"norms joined, {name}", partial(joined, tiles)))
+    elif dense is LLAMA:
         few, wide, gate = SkinnyShape(16, 256, 2, 5), SkinnyShape(32, 256, 4, 4), SkinnyShape(64, 128, 4, 3)
         for name, shapes in (
             ("qkv 32", (few, None, few, wide)),
@@ -235,16 +248,19 @@ def expert_section(
 
     section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, 1))]
     for label, first, second, block in (
-        ("first 64x128", FewTile(64, 128, 4, 3), None, 1),
-        ("first 32x256", FewTile(32, 256, 4, 3), None, 1),
-        ("first 16x256 2 warps", FewTile(16, 256, 2, 4), None, 1),
-        ("first 16x128", FewTile(16, 128, 4, 4), None, 1),
-        ("first 32x128 2 warps", FewTile(32, 128, 2, 4), None, 1),
-        ("first 32x128 6 stages", FewTile(32, 128, 4, 6), None, 1),
+        ("first 4x512, 4 stages", FewTile(4, 512, 4, 4), None, 1),
+        ("first 8x256, 4 stages", FewTile(8, 256, 4, 4), None, 1),
+        ("first 8x256, 5 stages", FewTile(8, 256, 4, 5), None, 1),
+        ("first 4x256, 5 stages", FewTile(4, 256, 4, 5), None, 1),
+        ("first 4x256 2 warps, 4 stages", FewTile(4, 256, 2, 4), None, 1),
+        ("first 8x128 2 warps, 4 stages", FewTile(8, 128, 2, 4), None, 1),
         ("second 8x256 4 warps", None, FewTile(8, 256, 4, 1), 1),
         ("second 8x128 4 warps", None, FewTile(8, 128, 4, 1), 1),
         ("second 4x256 8 warps", None, FewTile(4, 256, 8, 1), 1),
         ("second 4x256 4 warps", None, FewTile(4, 256, 4, 1), 1),
+        ("second 16x128 8 warps", None, FewTile(16, 128, 8, 1), 1),
+        ("second 8x128 8 warps", None, FewTile(8, 128, 8, 1), 1),
+        ("second 4x128 4 warps", None, FewTile(4, 128, 4, 1), 1),
         ("second 16x256 8 warps", None, FewTile(16, 256, 8, 1), 1),
         ("second 16x128 4 warps", None, FewTile(16, 128, 4, 1), 1),
         ("logits of 2", None, None, 2),
@@ -513,9 +529,12 @@ SECTIONS: dict[str, Callable[[], Section]] = {
     "products-smollm-1": lambda: dense_section(SMOLLM, 1),
     "products-fp8-1": lambda: fp8_section(LLAMA),
     "experts-qwen-1": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 1),
+    "experts-qwen-2": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 2),
     "experts-qwen-4": lambda: expert_section("qwen3-30b", 128, 8, 768, 2048, 0, 4),
     "experts-oss-1": lambda: expert_section("gpt-oss-20b", 32, 4, 2880, 2880, 0, 1),
+    "experts-oss-2": lambda: expert_section("gpt-oss-20b", 32, 4, 2880, 2880, 0, 2),
     "experts-deepseek-1": lambda: expert_section("deepseek-v2-lite", 64, 6, 1408, 2048, 2, 1),
+    "experts-deepseek-2": lambda: expert_section("deepseek-v2-lite", 64, 6, 1408, 2048, 2, 2),
     "packed-oss-1": lambda: packed_section(OSS, 1, 32, 4, MXFP4, GPT_OSS),
     "packed-oss-2": lambda: packed_section(OSS, 2, 32, 4, MXFP4, GPT_OSS),
     "packed-qwen-1": lambda: packed_section(QWEN, 1, 128, 8, 128),

@@ -58,7 +58,7 @@ from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.route_experts import Routing, route_experts, route_experts_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
-from baton.kernels.skinny_linear import gated_linear, linear, linear_triton
+from baton.kernels.skinny_linear import SkinnyShape, gated_linear, linear, linear_triton, vector_shape
 from baton.kernels.step_glue import (
     PlaceSizes,
     step_outcome,
@@ -249,17 +249,23 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
 def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[str, object]]):
     x = randn(4, 2048, dtype=torch.bfloat16)
     weight, norm = torch.zeros(3072, 2048, dtype=torch.bfloat16), NextNorm(x[0], 1e-5)
-    _, rows = sum_linear_triton(x, weight[:2048], None, x, norm)
-    for is_gated in (False, True):
-        scaled_linear_triton(rows, weight, is_gated=is_gated)
-    for hidden, head_dim, num_heads in ((4096, 128, 32), (576, 64, 9)):
-        z, kv_heads = torch.zeros(4, hidden, dtype=torch.bfloat16), num_heads // 3
-        wide = torch.zeros((num_heads + 2 * kv_heads) * head_dim, hidden, dtype=torch.bfloat16)
-        for dtype in (torch.bfloat16, FP8):
-            rotary_product_triton(
-                torch.zeros(8, 2, 2, 16, kv_heads, head_dim, dtype=dtype), 1,
-                torch.zeros(4, dtype=torch.int64), rows._replace(z=z), wide, None, *[z[:, :head_dim]] * 2,
-            )  # fmt: skip
+    for num_rows in (1, 4):
+        _, rows = sum_linear_triton(x[:num_rows], weight[:2048], None, x[:num_rows], norm)
+        for is_gated in (False, True):
+            scaled_linear_triton(rows, weight, is_gated=is_gated)
+        for hidden, head_dim, num_heads in ((4096, 128, 32), (576, 64, 9)):
+            z, kv_heads = torch.zeros(num_rows, hidden, dtype=torch.bfloat16), num_heads // 3
+            wide = torch.zeros((num_heads + 2 * kv_heads) * head_dim, hidden, dtype=torch.bfloat16)
+            for dtype in (torch.bfloat16, FP8):
+                rotary_product_triton(
+                    torch.zeros(8, 2, 2, 16, kv_heads, head_dim, dtype=dtype), 1,
+                    torch.zeros(num_rows, dtype=torch.int64), rows._replace(z=z), wide, None,
+                    *[z[:, :head_dim]] * 2,
+                )  # fmt: skip
+    for is_gated, in_size in ((False, 2880), (True, 2048)):
+        one = torch.zeros(1, in_size, dtype=torch.bfloat16)
+        shape = vector_shape(in_size, is_gated=is_gated)
+        linear_triton(one, one.expand(64, -1).contiguous(), is_gated=is_gated, shape=shape, max_tile_rows=1)
     eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
     _, rows = sum_fp8_triton(x[:1], eighths, x[:1], norm)
     for is_gated in (False, True):
@@ -290,9 +296,9 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     q = prepare_latents_triton(latents, 1, table[0, :1], new, made, sizes)
     attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
     assert {name for name, _ in compiled_for_h200} == {
-        "_normed_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel", "_second_kernel",
-        "_first_packed_kernel", "_second_packed_kernel", "_prepare_kernel", "_latent_kernel",
-        "_values_kernel", "_rotary_kernel",
+        "_normed_kernel", "_skinny_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel",
+        "_second_kernel", "_first_packed_kernel", "_second_packed_kernel", "_prepare_kernel",
+        "_latent_kernel", "_values_kernel", "_rotary_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
 
@@ -552,7 +558,7 @@ WORDS, WORDS_DOWN = (
         ("normed linear", lambda: rotary_product(POOL, 0, ONE, UNSCALED, randn(48, 7), None, *TABLES)),
         ("store_kv", lambda: rotary_product(POOL, 0, TABLE[0], UNSCALED, randn(48, 8), None, *TABLES)),
         ("rotary_product", lambda: rotary_product_triton(
-            POOL, 0, ONE, UNSCALED, randn(48, 8), None, *TABLES)),
+            POOL, 0, ONE, UNSCALED, randn(48, 8), None, *TABLES, shape=SkinnyShape(16, 32, 4, 2))),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE[:, :1], ONE)),
         ("tree_verify", lambda: tree_verify(TABLE, TABLE, TABLE.int(), ONE)),
         ("tree_verify", lambda: tree_verify(*[torch.zeros(1, 0, dtype=INT64)] * 3, ONE)),

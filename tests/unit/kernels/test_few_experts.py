@@ -63,12 +63,12 @@ def test_only_known_forms_are_joined(given: dict[str, object], is_joined: bool):
 
 @pytest.mark.parametrize(
     ("inner", "is_packed", "most"),
-    [(768, False, 2), (769, False, 1), (2880, False, 1), (2881, False, 0), (2880, True, 2), (2881, True, 1),
-     (5760, True, 1), (5761, True, 0)],
+    [(768, False, 4), (769, False, 3), (1024, False, 3), (1025, False, 2), (2880, False, 2), (2881, False, 1),
+     (5760, False, 1), (5761, False, 0), (768, True, 2), (2880, True, 2), (2881, True, 1), (5761, True, 0)],
 )  # fmt: skip
 def test_rows_read_their_experts_apart_only_while_these_are_small(inner: int, is_packed: bool, most: int):
     experts = experts_of(inner=inner, is_packed=is_packed)
-    assert [should_join_experts(experts, rows) for rows in (1, 2)] == [most >= 1, most >= 2]
+    assert [rows for rows in range(1, 6) if should_join_experts(experts, rows)] == list(range(1, most + 1))
 
 
 def test_a_form_that_is_not_joined_is_refused():
