@@ -11,7 +11,7 @@ import torch
 from .group_experts import ExpertTiles, group_experts_triton
 from .triton_jit import jit, tl
 
-MIN_TILE_ROWS = 16  # the shortest side of a matrix instruction
+MIN_TILE_ROWS = 16  # of the smallest tile
 # Slots of an expert, on average, up to which tiles have 16 rows, and 32: with more, many experts would have a
 # second tile, which reads and multiplies the weights again. The largest share of each range is at least twice
 # the smallest, so a power of two of rows lies in each, and a dry run over those finds all tiles.

@@ -187,7 +187,6 @@ def _first_kernel(
     BLOCK_SQUARES: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
     BLOCK_IN: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
     LARGEST: tl.constexpr,
     SMALLEST_SUM: tl.constexpr,
@@ -216,23 +215,21 @@ def _first_kernel(
         up_rows = INNER
     if is_last:
         return
-    i_row = tl.arange(0, BLOCK_ROWS)
-    m_row = i_row == 0
+    i_row = tl.arange(0, 1)
     i_part = tl.arange(0, BLOCK_SQUARES)
     b_squares = tl.load(p_squares + row * SQUARES + i_part, mask=i_part < SQUARES, other=0.0)
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < INNER
-    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_zero = tl.zeros((BLOCK_OUT, 1), dtype=tl.float32)
     b_y, b_up = row_product(
-        p_x + row * x_stride, p_weight, i_row, m_row, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows,
+        p_x + row * x_stride, p_weight, i_row, i_row == 0, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows,
         b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
     )  # fmt: skip
     release_next(CHAINED)
     row_scale = tl.rsqrt(tl.sum(b_squares) / HIDDEN + eps)
-    b_slot = tl.where(m_row, i_slot, num_slots)
     store_expert_tile(
-        b_y * row_scale, b_up * row_scale, p_bias + expert.to(tl.int64) * (2 * INNER), p_inner, b_slot, i_out,
-        num_slots, INNER, HAS_BIAS, True, LIMIT, ALPHA,
+        b_y * row_scale, b_up * row_scale, p_bias + expert.to(tl.int64) * (2 * INNER), p_inner,
+        i_slot + i_row, i_out, num_slots, INNER, HAS_BIAS, True, LIMIT, ALPHA,
     )  # fmt: skip
 
 
@@ -372,7 +369,7 @@ def few_experts_triton(
     num_rows, hidden = residual.shape
     inner_size, routing, form = experts.sizes[2], experts.routing, experts.form
     num_shared = experts.num_shared
-    usual = FIRST_TILE, SHORT_SECOND_TILE if inner_size <= SHORT_INNER else SECOND_TILE
+    usual = FIRST_TILE, (SHORT_SECOND_TILE if inner_size <= SHORT_INNER else SECOND_TILE)
     usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else usual
     first, second = first or usual[0], second or usual[1]
     logits = router_logits_triton(rows, experts, block_experts=block_experts)
@@ -413,7 +410,6 @@ def few_experts_triton(
         BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
         BLOCK_OUT=first.out,
         BLOCK_IN=first.inner,
-        BLOCK_ROWS=1,
         NUM_STAGES=first.num_stages,
         LARGEST=LARGEST,
         SMALLEST_SUM=SMALLEST_SUM,

@@ -19,14 +19,12 @@ from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import ExpertForm
 from .expert_products import store_expert_tile
 from .joined_experts import choose_expert, store_row_sum
-from .normed_linear import UnscaledRows
+from .normed_linear import MIN_ROWS, UnscaledRows
 from .packed_experts import PackedMatrices, packed_sums, x_quarter
 from .packed_words import UNIT
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
-
-MIN_ROWS = 8  # columns of the shortest matrix instruction
 
 
 @jit

@@ -1,7 +1,7 @@
 """Projections of one row with weights of 8-bit floating point: y = x W^T + b, optionally gated, and with the
 residual sums and norms of `normed_linear`.
 
-A matrix instruction needs 16 rows, and its tiles of rows would be loaded and padded for one. Here each thread
+A matrix instruction pads one row to 8 or more, whose tiles would be loaded for one. Here each thread
 multiplies the values that it loads with those of the row and adds them in float32, so that nothing but the
 weight is moved, and the row is not rounded to 8 bits. From two rows on, matrix instructions are faster.
 

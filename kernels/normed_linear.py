@@ -1,7 +1,8 @@
 """Products of few rows without launches for the norms and residual sums between them, see `row_product`.
 
 Rounding differs from `rms_norm`, which rounds once more, before it applies the weights, and from
-`skinny_linear` in nothing else. Batch-invariant operations do not use these products.
+`skinny_linear` in nothing else but, for one row, the order of sums. Batch-invariant operations do not use
+these products.
 
 Legend: T rows, N outputs, H inputs, S tiles whose squares were summed.
 """
@@ -20,7 +21,7 @@ from .silu_mul import silu_mul_reference
 from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape, vector_shape
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
-MIN_ROWS, MAX_ROWS = 8, 64  # of one tile with matrix instructions
+MIN_ROWS, MAX_ROWS = 8, 64  # of one tile; the shortest matrix instruction has 8 columns
 WIDE_SUMS = (2048, 4096)  # outputs of a sum for 64 or 128 programs with wide tiles
 WIDE_OUTPUTS = 4096  # more have wide tiles in any product
 SHORT_INPUTS = 1024  # so few inputs of a product take small steps
@@ -145,10 +146,12 @@ def _normed_kernel(
 def sum_shape(num_rows: int, out_size: int, in_size: int, device: torch.device) -> SkinnyShape:
     """Tiles for the sums of `num_rows` x `out_size` outputs.
 
-    For several rows, wide tiles are faster where launches are chained and one round of programs reads the
-    weights; up to MIN_ROWS rows, long steps with most bytes on their way are. With these and those of
+    Two to eight rows take long steps, so that most bytes are on their way. With these and those of
     `scaled_shape`, a decode step of 8 requests takes 0.683 ms instead of 0.707 (SmolLM2-135M), one of 4
-    requests 4.278 instead of 4.318 (8B Llama).
+    requests 4.278 instead of 4.318 (8B Llama). Nine to 16 rows take wide tiles where launches are chained and
+    one round of programs reads the weights. There they are faster for fewer rows, too: 114.4 us a layer
+    instead of 116.0; elsewhere they are slower, 118.1 instead of 117.1 (8B Llama, 1 row, when one row took
+    tiles of 16).
     """
     if num_rows == 1:
         return vector_shape(in_size, is_sum=True)
@@ -163,9 +166,9 @@ def sum_shape(num_rows: int, out_size: int, in_size: int, device: torch.device) 
 def scaled_shape(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> SkinnyShape:
     """Tiles for `num_rows` x `out_size` outputs behind a norm.
 
-    Short inputs take small steps, of which most are on their way at once: 21.0 us a layer of SmolLM2-135M
-    instead of 22.5 (4 rows). The stages of wide tiles are worth 0.8 us of 126 a layer of an 8B Llama without
-    a gate, 1.3 us with one.
+    Two to eight rows without a gate take narrow tiles, see `sum_shape`. Others of up to 16 take, with short
+    inputs, small steps, of which most are on their way at once, and with many outputs wide tiles, whose
+    stages are worth 1.3 us of 126 a layer of an 8B Llama with a gate.
     """
     if num_rows == 1:
         return vector_shape(in_size, is_gated=is_gated)
@@ -180,8 +183,8 @@ def scaled_shape(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> 
 
 
 def tile_rows(num_rows: int) -> int:
-    """The rows of a tile for `num_rows` rows: one alone is multiplied without matrix instructions, whose
-    shortest have MIN_ROWS.
+    """The rows of a tile: 1 for one row, which uses no matrix instruction, otherwise a power of two from
+    MIN_ROWS on.
     """
     return 1 if num_rows == 1 else max(next_power_of_2(num_rows), MIN_ROWS)
 

@@ -124,8 +124,8 @@ class Joins:
 
 JOIN_NAMES = ("norms", "rotary", "experts", "latents")
 NO_JOINS = Joins()
-# Norms pay at 1 and at 4 rows, and up to 16 rows take equal tiles. Each row reads its experts and the
-# projection of its latents for itself, which only few rows should.
+# Norms and rotation pay from 1 to 16 rows. Each row reads its experts and the projection of its latents for
+# itself, which only few rows should.
 FEW_ROWS = Joins(norms=MIN_ROWS_TILE, rotary=MIN_ROWS_TILE, experts=4, latents=4)
 
 

@@ -5,8 +5,8 @@ norm(x) W^T = scale * (z W^T). The product in front of a norm adds its outputs t
 multiplies the sum by the norm's weights, and keeps the sum of the squares of each tile of outputs. The
 product behind the norm adds these sums while its weights are on their way, and scales its outputs.
 
-One row has no use for matrix instructions: their shared memory for rows that do not exist, and a step of the
-loop that waits for all of a wide tile, keep bytes from being on their way.
+One row needs no matrix instruction. Such an instruction pads it to 8 rows in shared memory, and waits for a
+whole wide tile at each step, so that fewer bytes are on their way.
 
 Legend: OUT outputs and ROWS rows of a tile, IN inputs of one step; T rows, H inputs, S tiles whose squares
 were summed.
@@ -95,7 +95,7 @@ def row_product(
 
     `p_weight` `[N, H]`. With IS_GATED, `b_up` gets the products of N more rows, which begin at row
     `up_rows`. With IS_EVEN the tiles divide N and H. Outputs are the rows of the product, because they are
-    the long side.
+    the long side. With ROWS = 1, a row that exists, no matrix instruction is used.
     """
     if b_y.shape[1] == 1:
         i_line, m_line = tl.minimum(i_out, out_size - 1).to(tl.int64), m_out

@@ -24,10 +24,9 @@ from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 # With more rows or outputs, the library's kernels are as fast on an H200.
 MAX_ROWS = 32
 MAX_ROWS_GATED = 64
-MIN_ROWS_TILE = 16
-# Rows of fewer inputs take small steps, and with a gate those below LONG_ROW take middling ones.
+MIN_ROWS_TILE, MAX_TILE_ROWS = 16, 64
+# A row of fewer inputs takes small steps; with a gate, one below LONG_ROW takes middling ones.
 SHORT_ROW, LONG_ROW = 2048, 4096
-MAX_TILE_ROWS = 64
 # Tiles of rows that are computed side by side.
 ROW_TILES = 8
 # Bytes of shared memory for the widest tile. Devices with less per program use the library.

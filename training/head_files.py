@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from ..engine.models.config import ModelConfig, read_json
+from ..engine.models.config import ModelConfig
+from ..engine.models.config_reader import read_json
 from ..engine.speculative.drafters.mtp_config import CHAIN_KEY
 from ..engine.speculative.drafters.mtp_names import COUNT_KEYS
 from .tensor_files import write_tensors

@@ -38,6 +38,11 @@ def has_tiers(config: EngineSettings) -> bool:
     return config.host_cache_gib > 0 or bool(config.disk_cache)
 
 
+def frees_windows(config: EngineSettings) -> bool:
+    """Whether a worker with these settings gives up the KV behind the windows of its model."""
+    return config.window_kv != "keep" and not has_tiers(config)
+
+
 def check_host(budget_gib: float, free: int) -> None:
     """Raises ConfigError for a budget beyond `free` bytes of host memory."""
     if budget_gib * GIB > free:

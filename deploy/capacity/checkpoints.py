@@ -1,7 +1,8 @@
 """Reads a checkpoint's metadata without loading weights: sizes of KV and weights, missing or damaged files.
 
-KV bytes per token = 2 (keys and values) * layers * KV heads * head dimension * bytes per element. EAGLE3's
-feature bytes per token = captured layers * hidden size * bytes per element.
+KV bytes per token = 2 (keys and values) * layers * KV heads * head dimension * bytes per element. A layer
+with a window holds and moves that of the last tokens alone. EAGLE3's feature bytes per token = captured
+layers * hidden size * bytes per element.
 """
 
 import hashlib
@@ -15,7 +16,12 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.errors import ConfigError
+from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
+from ...engine.kv.budget import WINDOW_SLACK
+from ...engine.models.config_reader import ConfigReader, read_json
+from ...engine.models.families import default_head_dim, family_of, with_defaults
+from ...engine.models.layer_windows import layer_windows
 from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_mtp
 
 INDEX = "model.safetensors.index.json"
@@ -44,7 +50,8 @@ class KVShape:
 
     `num_features` counts the target layers whose output the drafter reads; 0 means no drafter.
     `kv_value_bytes`: bytes of a stored key's or value's element, 0: `dtype_bytes`. `latent_size`: the values
-    that a token has in a layer instead of keys and values, 0: none.
+    that a token has in a layer instead of keys and values, 0: none. `windows`: of each layer in tokens, 0 for
+    none; empty: no layer has one, or all KV is kept.
     """
 
     num_layers: int
@@ -55,13 +62,48 @@ class KVShape:
     num_features: int = 0
     kv_value_bytes: int = 0
     latent_size: int = 0
+    windows: tuple[int, ...] = ()
 
     @property
     def kv_bytes(self) -> int:
-        """KV bytes of one token."""
+        """KV bytes of one token in all layers."""
+        return self.num_layers * self._layer_bytes
+
+    @property
+    def num_full(self) -> int:
+        """Layers without a window."""
+        return self.windows.count(0) if self.windows else self.num_layers
+
+    @property
+    def full_bytes(self) -> int:
+        """KV bytes of one token in the layers without a window."""
+        return self.num_full * self._layer_bytes
+
+    @property
+    def window_bytes(self) -> int:
+        """KV bytes of one token in the layers with a window."""
+        return self.kv_bytes - self.full_bytes
+
+    @property
+    def window(self) -> int:
+        """The longest window in tokens, 0 without one."""
+        return max(self.windows, default=0)
+
+    def held_bytes(self, tokens: int) -> int:
+        """KV bytes of a running request of `tokens` tokens."""
+        return tokens * self.full_bytes + min(tokens, self.window + WINDOW_SLACK) * self.window_bytes
+
+    def moved_bytes(self, tokens: int, prompt: int) -> int:
+        """Bytes that the hand-off of a prompt of `prompt` tokens moves for its first `tokens` ones: KV and
+        features.
+        """
+        in_window = max(0, tokens - max(0, prompt - self.window))
+        return tokens * (self.full_bytes + self.feature_bytes) + in_window * self.window_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
         value_bytes = self.kv_value_bytes or self.dtype_bytes
-        values = self.latent_size or 2 * self.num_kv_heads * self.head_dim
-        return self.num_layers * values * value_bytes
+        return (self.latent_size or 2 * self.num_kv_heads * self.head_dim) * value_bytes
 
     @property
     def context_heads(self) -> int:
@@ -75,7 +117,7 @@ class KVShape:
 
     @property
     def token_bytes(self) -> int:
-        """Bytes that the hand-off of one token moves: KV and features."""
+        """Bytes of one token in all layers, KV and features, by which blocks are sized."""
         return self.kv_bytes + self.feature_bytes
 
 
@@ -85,31 +127,31 @@ def head_dir(draft: str) -> Path | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint. Raises ConfigError when it cannot be read."""
-    path = directory / "config.json"
+    """The config.json of a checkpoint, with its family's values for absent keys. Raises ConfigError when it
+    cannot be read.
+    """
     try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(
-            f"{path}: cannot be read ({error.strerror or error}); name a checkpoint directory"
-        ) from None
-    except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path}: is not JSON ({error}); copy the checkpoint again") from None
-    if not isinstance(document, dict):
-        raise ConfigError(f"{path}: is not a JSON object; copy the checkpoint again")
-    return document
+        document = read_json(directory / "config.json")
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    return with_defaults(document, family_of(document))
 
 
 def shape_of(
-    model: Path, draft: Path | None = None, dtype: str = "bfloat16", kv_dtype: str = "auto"
+    model: Path,
+    draft: Path | None = None,
+    dtype: str = "bfloat16",
+    kv_dtype: str = "auto",
+    *,
+    frees_windows: bool = True,
 ) -> KVShape:
-    """The sizes of a checkpoint, with its head's features. `kv_dtype` is a setting of workers. Raises
-    ConfigError for an unusable config.
+    """The sizes of a checkpoint, with its head's features. `kv_dtype` is a setting of workers, which
+    `frees_windows` of a model that has them or keep all KV. Raises ConfigError for an unusable config.
     """
     config = read_config(model)
     heads = _count(config, "num_attention_heads", model)
     hidden = _count(config, "hidden_size", model)
-    latent, head_dim = 0, hidden // heads
+    latent, head_dim = 0, default_head_dim(family_of(config), hidden, heads)
     if config.get("kv_lora_rank"):
         latent, kv_heads = _latent_size(config, model), 1
         head_dim = sum(_count(config, key, model) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -124,8 +166,18 @@ def shape_of(
         dtype_bytes=DTYPE_BYTES[dtype],
         kv_value_bytes=0 if kv_dtype == "auto" else 1,
         latent_size=latent,
+        windows=_windows(config, model) if frees_windows and not latent else (),
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
     )
+
+
+def _windows(config: Mapping[str, Any], source: Path) -> tuple[int, ...]:
+    """The window of each layer in tokens, 0 for none; empty if no layer has one."""
+    try:
+        found = layer_windows(ConfigReader(config, source / "config.json"), family_of(config))
+    except CheckpointError as error:
+        raise ConfigError(str(error)) from None
+    return found if any(found) else ()
 
 
 def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:
@@ -382,7 +434,7 @@ def _dense_weights(directory: Path, num_experts: int | None = None) -> int:
     """The elements of a Llama-like decoder, without biases; `num_experts` of its experts, by default all."""
     config = read_config(directory)
     hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
-    head_dim = _count(config, "head_dim", directory, hidden // heads)
+    head_dim = _count(config, "head_dim", directory, default_head_dim(family_of(config), hidden, heads))
     kv_heads = _count(config, "num_key_value_heads", directory, heads)
     attention = 2 * hidden * head_dim * (heads + kv_heads)
     experts = experts_of(config, directory)

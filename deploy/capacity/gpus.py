@@ -179,9 +179,9 @@ def load_on(card: Card, need: ModelNeed, load: PlannedLoad = TYPICAL) -> Planned
 def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad) -> Measured:
     """The rates of workers of this model on this GPU, from the data sheet, for `load`."""
     shape, model, flops = need.shape, need.prefill.model, gpu.tflops * 1e12
-    attention = 4 * shape.num_layers * model.num_heads * model.head_dim  # per token and token before it
+    attention = 4 * shape.num_full * model.num_heads * model.head_dim  # per token and token before it
     num_requests = max(1, places_of(shape, load))
-    moved = need.decode.step_bytes(num_requests, num_requests * (load.prompt + load.output / 2))
+    moved = need.decode.step_bytes(num_requests, load.prompt + load.output / 2)
     share = EXPERTS_PREFILL_SHARE if model.has_experts else PREFILL_SHARE
     step_s = moved / (DECODE_SHARE * gpu.gb_per_s * 1e9)
     return Measured(

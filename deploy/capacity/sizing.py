@@ -10,7 +10,8 @@ chunks of c tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixe
     hidden completely when       B >= b * r
 
 Here n is the number of tokens in chunks 0..i, and s the time that attention adds per token and token before
-it. d_i is the bytes of the blocks that chunk i fills; the last chunk includes the remainder. The hand-off
+it. d_i is the bytes of the blocks that chunk i fills; the last chunk includes the remainder. Layers with a
+window move the KV of the prompt's last tokens alone. The hand-off
 lasts from the first announcement to the last block. Its exposed part follows the end of prefill, when token 1
 is sent already.
 
@@ -82,7 +83,7 @@ def handoff_of(tokens: int, shape: KVShape, measured: Measured, chunk: int) -> H
     for end in (*range(step, tokens, step), tokens):
         ready = prefill_s(end, measured)
         first = ready if first is None else first
-        due = end * shape.token_bytes
+        due = shape.moved_bytes(end, tokens)
         due -= due % block_bytes_of(shape.token_bytes) if end < tokens else 0
         if due > sent:
             landed, sent = max(ready, landed) + (due - sent) / measured.bandwidth, due
@@ -102,12 +103,12 @@ def prefill_s(tokens: int, measured: Measured) -> float:
 def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan:
     """The sizes for a load on the measured hardware."""
     handoff = handoff_of(load.prompt, shape, measured, load.chunk)
-    request_bytes = (load.prompt + load.output) * shape.kv_bytes
+    request_bytes = shape.held_bytes(load.prompt + load.output)
     places = places_of(shape, load)
     return SizingPlan(
         handoff=handoff,
         request_bytes=request_bytes,
-        hiding_bandwidth=shape.token_bytes * measured.prefill_rate,
+        hiding_bandwidth=shape.moved_bytes(load.prompt, load.prompt) / load.prompt * measured.prefill_rate,
         places=places,
         num_prefill=max(1, math.ceil(load.rate / prefill_capacity(handoff))),
         num_decode=max(1, math.ceil(load.rate / decode_capacity(measured, load, handoff, places)))
@@ -119,7 +120,7 @@ def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan
 
 def places_of(shape: KVShape, load: PlannedLoad) -> int:
     """The requests of this load that one decode worker holds at once."""
-    fitting = int(load.kv_memory // ((load.prompt + load.output) * shape.kv_bytes))
+    fitting = int(load.kv_memory // shape.held_bytes(load.prompt + load.output))
     return min(load.max_running, fitting) if load.kv_memory else load.max_running
 
 
@@ -163,7 +164,7 @@ def _advice(
     shape: KVShape, measured: Measured, load: PlannedLoad, handoff: HandoffTimes, places: int
 ) -> list[str]:
     found = []
-    whole_s = load.prompt * shape.token_bytes / measured.bandwidth + measured.fixed_s
+    whole_s = shape.moved_bytes(load.prompt, load.prompt) / measured.bandwidth + measured.fixed_s
     if not places:
         found.append("a request does not fit a decode worker's KV memory")
     if whole_s >= handoff.prefill_s:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
+from ...cluster.config.tier_checks import frees_windows
 from ...cluster.errors import ConfigError
 from ...engine.auto_sizes import (
     CONTEXT_BYTES,
@@ -22,7 +23,7 @@ from ...engine.auto_sizes import (
 )
 from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
-from ...engine.kv.budget import PageBudget
+from ...engine.kv.budget import PageBudget, WindowBudget
 from .checkpoints import (
     KVShape,
     RankWeights,
@@ -73,10 +74,13 @@ class WorkerNeed:
     weights: RankWeights
     expert_ranks: int = 1
 
-    def step_bytes(self, num_requests: int, num_tokens: float) -> float:
-        """The bytes that a rank reads for a step of so many requests, with `num_tokens` tokens of KV."""
-        num_rows = num_requests * self.role.num_nodes * self.expert_ranks
-        return self.weights.read_by(num_rows) + num_tokens * self.per_token.kv_bytes
+    def step_bytes(self, num_requests: int, context: float) -> float:
+        """The bytes that a rank reads for a step of so many requests, each of `context` tokens."""
+        num_rows, windows = num_requests * self.role.num_nodes * self.expert_ranks, self.per_token.windows
+        of_request = context * self.per_token.kv_bytes
+        if windows is not None:
+            of_request += min(context, windows.window) * windows.kv_bytes
+        return self.weights.read_by(num_rows) + num_requests * of_request
 
     def sizes_on(self, card: Card, given: GivenSizes) -> EngineSizes:
         """The sizes of the worker on `card`. Raises ConfigError for what does not fit."""
@@ -145,7 +149,8 @@ def need_of_roles(prefill: PrefillConfig, decode: DecodeConfig) -> ModelNeed:
     def need(config: PrefillConfig | DecodeConfig) -> tuple[KVShape, WorkerNeed]:
         model, draft = Path(config.model), None if config.no_draft else head_dir(config.draft)
         dtype = GPU_DTYPE if config.dtype == "auto" else config.dtype
-        return shape_of(model, draft, dtype, config.kv_dtype), worker_need(model, draft, config, dtype)
+        shape = shape_of(model, draft, dtype, config.kv_dtype, frees_windows=frees_windows(config))
+        return shape, worker_need(model, draft, config, dtype)
 
     (_, of_prefill), (shape, of_decode) = need(prefill), need(decode)
     return ModelNeed(shape=shape, prefill=of_prefill, decode=of_decode)
@@ -159,10 +164,12 @@ def worker_need(
     Raises ConfigError for an unusable config.
     """
     draft = None if config.no_draft else draft
-    shape = shape_of(model, draft, dtype, config.kv_dtype)
+    shape = shape_of(model, draft, dtype, config.kv_dtype, frees_windows=frees_windows(config))
     tp, num_ranks = config.tensor_ranks, config.num_ranks
     weights = rank_weights(model, shape.dtype_bytes, config.quantize, tp=tp, expert_ranks=num_ranks)
-    target = PageBudget(kv_bytes=_rank_kv_bytes(shape, tp))
+    target = PageBudget(
+        kv_bytes=_of_rank(shape.full_bytes, shape, tp), windows=_rank_windows(model, shape, config)
+    )
     if isinstance(config, PrefillConfig):
         loaded, (role, per_token) = None, _prefill_role(config, draft, shape, target)
     else:
@@ -212,9 +219,21 @@ def _decode_role(
     return role, per_token
 
 
-def _rank_kv_bytes(shape: KVShape, tp: int) -> int:
-    """KV bytes of a token on one of `tp` ranks."""
-    return shape.kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
+def _of_rank(kv_bytes: int, shape: KVShape, tp: int) -> int:
+    """The part of `kv_bytes` of a token that one of `tp` ranks has."""
+    return kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
+
+
+def _rank_windows(model: Path, shape: KVShape, config: PrefillConfig | DecodeConfig) -> WindowBudget | None:
+    """The window pages of one rank, for pages of a token; None without them."""
+    if not shape.window:
+        return None
+    positions = read_config(model).get("max_position_embeddings")
+    return WindowBudget(
+        kv_bytes=_of_rank(shape.window_bytes, shape, config.tensor_ranks),
+        window=shape.window,
+        max_context=config.max_context or (positions if isinstance(positions, int) else 0),
+    )
 
 
 def _expert_ranks(worker: PrefillConfig | DecodeConfig) -> int:

@@ -255,9 +255,10 @@ def _memory_table(need: ModelNeed) -> list[str]:
         count = kv_tokens_of(gpu.card, need, is_decode=is_decode, share=share)
         return f"{count:,}" if count >= TYPICAL.prompt + TYPICAL.output else "-"
 
-    weights, token = need.decode.model.weight_bytes, need.decode.per_token.page_bytes
+    weights, per_token = need.decode.model.weight_bytes, need.decode.per_token
+    within = "" if per_token.windows is None else _in_window(per_token.windows.kv_bytes, need.shape.window)
     lines = [
-        f"weights {weights / 2**30:.1f} GiB, KV of a token {token / 1024:.1f} KiB; "
+        f"weights {weights / 2**30:.1f} GiB, KV of a token {per_token.page_bytes / 1024:.1f} KiB{within}; "
         "tokens of KV, -: does not fit",
         f"{'GPU':<10}{'GiB':>7}{'decode':>12}{'prefill':>12}{'both on one GPU':>24}",
     ]
@@ -379,12 +380,17 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
     )
 
 
+def _in_window(kv_bytes: int, window: int) -> str:
+    return f", and {kv_bytes / 1024:.1f} KiB while it is one of the last {window}"
+
+
 def report(
     shape: KVShape, measured: Measured, load: PlannedLoad, plan: SizingPlan, sources: str
 ) -> list[str]:
     """The figures behind a recommendation, a line each."""
     handoff = plan.handoff
     features = f", and {shape.feature_bytes / 1024:.1f} KiB for the drafter" if shape.feature_bytes else ""
+    within = _in_window(shape.window_bytes, shape.window) if shape.window else ""
     link, hiding = measured.bandwidth / 1e9, plan.hiding_bandwidth / 1e9
     hides = (
         "hides all but the last chunk"
@@ -392,7 +398,7 @@ def report(
         else f"would hide all but the last chunk from {hiding:.2f} GB/s on"
     )
     rows = [
-        ("Token", f"its KV cache has {shape.kv_bytes / 1024:.1f} KiB{features}"),
+        ("Token", f"its KV cache has {shape.full_bytes / 1024:.1f} KiB{within}{features}"),
         (
             "Prompt",
             f"{load.prompt} tokens take {_ms(handoff.prefill_s)} on a prefill worker that computes "
@@ -501,7 +507,7 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
         raise BatonError(
             "the cluster handed nothing over: it needs a prefill worker, and --local-prefill-max 0"
         )
-    expected = tokens * shape.token_bytes
+    expected = shape.moved_bytes(tokens, tokens)
     if not 0.5 * expected <= timeline["handoff_bytes"] <= 2 * expected + 2**20:
         text = f"{tokens} tokens travelled as {timeline['handoff_bytes']} bytes, {expected} were expected"
         raise ConfigError(f"{text}; name the cluster's own --model, --draft and --dtype")

@@ -1,6 +1,5 @@
 """The config.json of a checkpoint: shapes and switches of a decoder, with checks of every key."""
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,8 +9,9 @@ from types import MappingProxyType
 import torch
 
 from ...kernels.mxfp4 import BLOCK
-from ..errors import CheckpointError
 from ..kv.layouts import MHALayout, PageLayout
+from .config_reader import ConfigReader, read_json
+from .families import FAMILIES, HEAD_DIMS, default_head_dim, with_defaults
 from .layer_forms import PLAIN_LAYERS, LayerForms, read_forms
 from .moe import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .quant.config import QuantConfig
@@ -23,65 +23,6 @@ logger = logging.getLogger(__name__)
 
 MTP_KEY = "num_nextn_predict_layers"
 
-FAMILIES = {
-    "LlamaForCausalLM": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-    "MiMoForCausalLM": "mimo",
-    "Qwen3MoeForCausalLM": "qwen3_moe",
-    "MixtralForCausalLM": "mixtral",
-    "SparseBlockForCausalLM": "sparse_block",
-    "DeepseekV2ForCausalLM": "deepseek_v2",
-    "DeepseekV3ForCausalLM": "deepseek_v3",
-    "Glm4MoeForCausalLM": "glm4_moe",
-    "Qwen2MoeForCausalLM": "qwen2_moe",
-    "MistralForCausalLM": "mistral",
-    "Gemma2ForCausalLM": "gemma2",
-    "Gemma3ForCausalLM": "gemma3_text",
-    "Phi3ForCausalLM": "phi3",
-    "Olmo2ForCausalLM": "olmo2",
-    "SmolLM3ForCausalLM": "smollm3",
-    "GptOssForCausalLM": "gpt_oss",
-}
-GEMMA = {
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": True,
-    "head_dim": 256,
-    "num_key_value_heads": 4,
-    "sliding_window": 4096,
-    "hidden_activation": "gelu_pytorch_tanh",
-}
-# The values of keys that a config lacks, by the classes of transformers.
-DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
-    {
-        "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
-        "mistral": {
-            "num_key_value_heads": 8,
-            "max_position_embeddings": 131072,
-            "sliding_window": 4096,
-        },
-        "gemma2": {
-            **GEMMA,
-            "max_position_embeddings": 8192,
-            "attn_logit_softcapping": 50.0,
-            "final_logit_softcapping": 30.0,
-        },
-        "gemma3_text": {**GEMMA, "max_position_embeddings": 131072},
-        "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
-        "olmo2": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
-        "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4},
-        "gpt_oss": {
-            "rms_norm_eps": 1e-5,
-            "max_position_embeddings": 131072,
-            "head_dim": 64,
-            "num_key_value_heads": 8,
-            "sliding_window": 128,
-            "attention_bias": True,
-            "rope_theta": 150000.0,
-            "num_experts_per_tok": 4,
-        },
-    }
-)
 GPT_OSS_ROPE = MappingProxyType(
     {"rope_type": "yarn", "factor": 32.0, "truncate": False, "original_max_position_embeddings": 4096}
 )
@@ -172,63 +113,6 @@ class ModelConfig:
         return MHALayout.of(self, num_layers=num_layers, page_size=page_size, dtype=dtype)
 
 
-class ConfigReader:
-    """Typed access to a parsed config.json. Every error names the file, the key, the value and the remedy."""
-
-    def __init__(self, raw: Mapping[str, object], source: Path) -> None:
-        self.raw = raw
-        self.source = source
-
-    def error(self, key: str, remedy: str) -> CheckpointError:
-        """The error for the value of `key`."""
-        return CheckpointError(f"{self.source}: {key} = {self.raw.get(key)!r}: {remedy}")
-
-    def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer. `default` replaces an absent or null key; with None, the key is required."""
-        value = self.raw.get(key)
-        if value is None:
-            value = default
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise self.error(key, "a positive integer is required here; check that the file is complete")
-        return value
-
-    def number(self, key: str, default: float) -> float:
-        """A number; `default` replaces an absent or null key."""
-        value = self.raw.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(key, "a number is required here")
-        return float(value)
-
-    def flag(self, key: str, default: bool) -> bool:
-        """A boolean; `default` replaces an absent or null key."""
-        value = self.raw.get(key)
-        if value is None:
-            return default
-        if not isinstance(value, bool):
-            raise self.error(key, "true or false is required here")
-        return value
-
-
-def read_json(path: Path) -> dict[str, object]:
-    """The JSON object in `path`.
-
-    Raises CheckpointError, naming the file, if it is missing, malformed or no object.
-    """
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{path}: no such file; give the directory of a Hugging Face checkpoint"
-        ) from None
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from None
-    if not isinstance(value, dict):
-        raise CheckpointError(
-            f"{path}: holds a {type(value).__name__}, not a JSON object; fetch the file again"
-        )
-    return value
-
-
 def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig:
     """The config of one of `FAMILIES`, with the EOS ids of generation_config.json beside it.
 
@@ -236,7 +120,7 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
     setting.
     """
     family = FAMILIES[architecture]
-    reader = ConfigReader({**DEFAULTS.get(family, {}), **reader.raw}, reader.source)
+    reader = ConfigReader(with_defaults(reader.raw, family), reader.source)
     if family == "gpt_oss" and not (reader.raw.get("rope_scaling") or reader.raw.get("rope_parameters")):
         reader = ConfigReader({**reader.raw, "rope_scaling": GPT_OSS_ROPE}, reader.source)
     _refuse_unsupported(reader, family)
@@ -350,8 +234,8 @@ def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> t
     kv_heads = reader.count("num_key_value_heads", heads)
     if heads % kv_heads:
         raise reader.error("num_key_value_heads", f"it must divide num_attention_heads = {heads}")
-    head_dim = reader.count("head_dim", 128 if family == "qwen3" else max(hidden // heads, 1))
-    if reader.raw.get("head_dim") is None and family != "qwen3" and hidden % heads:
+    head_dim = reader.count("head_dim", default_head_dim(family, hidden, heads))
+    if reader.raw.get("head_dim") is None and family not in HEAD_DIMS and hidden % heads:
         raise reader.error(
             "num_attention_heads", f"it must divide hidden_size = {hidden}, or head_dim must be given"
         )

@@ -5,7 +5,8 @@ from dataclasses import dataclass, fields
 import torch
 
 from ..kv.layouts import MLALayout
-from .config import ConfigReader, ModelConfig, read_dense_config
+from .config import ModelConfig, read_dense_config
+from .config_reader import ConfigReader
 from .rope import score_factor
 from .routed_config import read_sigmoid_experts, read_softmax_experts
 

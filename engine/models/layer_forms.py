@@ -6,14 +6,11 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from types import MappingProxyType
-from typing import Protocol
 
-from ..errors import CheckpointError
+from .config_reader import ConfigReader
+from .layer_windows import FULL, SLIDING, layer_windows, unturned_layers
 from .rope import RopeConfig, read_rope_config
-
-SLIDING, FULL = "sliding_attention", "full_attention"
 
 
 class NormPlaces(Enum):
@@ -31,8 +28,6 @@ NORMS: Mapping[str, NormPlaces] = MappingProxyType(
 NORM_OFFSETS: Mapping[str, float] = MappingProxyType(
     {"gemma2": 1.0, "gemma3_text": 1.0, "olmo2": 0.0, "gpt_oss": 0.0}
 )
-EVERY_LAYER = ("mistral", "mixtral", "phi3")  # a window is that of every layer
-MIXED = ("gemma2", "gemma3_text", "gpt_oss")  # some layers have a window, by `layer_types` or a pattern
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +72,13 @@ class LayerForms:
 PLAIN_LAYERS = LayerForms()
 
 
-class Reader(Protocol):
-    """The part of `config.ConfigReader` that is needed here."""
-
-    @property
-    def raw(self) -> Mapping[str, object]: ...
-
-    @property
-    def source(self) -> Path: ...
-
-    def error(self, key: str, remedy: str) -> CheckpointError: ...
-
-    def count(self, key: str, default: int | None = None) -> int: ...
-
-    def number(self, key: str, default: float) -> float: ...
-
-    def flag(self, key: str, default: bool) -> bool: ...
-
-
-def read_forms(reader: Reader, family: str) -> tuple[LayerForms, RopeConfig]:
+def read_forms(reader: ConfigReader, family: str) -> tuple[LayerForms, RopeConfig]:
     """The forms of the layers of `family`, a model_type, and the rotation of all layers or of those without a
     window. The config of `reader` has the family's defaults for absent keys.
 
     Raises CheckpointError, naming file, key, value and remedy, for what is not supported.
     """
-    raw, windows = reader.raw, _windows(reader, family)
+    raw, windows = reader.raw, layer_windows(reader, family)
     local: RopeConfig | None = None
     if family == "gemma3_text":
         raw, local = _local_rope(reader)
@@ -113,7 +90,7 @@ def read_forms(reader: Reader, family: str) -> tuple[LayerForms, RopeConfig]:
         final_softcap=_cap(reader, "final_logit_softcapping") if is_gemma else 0.0,
         scale=float(reader.count("query_pre_attn_scalar", 256)) ** -0.5 if is_gemma else 0.0,
         has_sinks=family == "gpt_oss",
-        unturned=_unturned(reader) if family == "smollm3" else frozenset(),
+        unturned=unturned_layers(reader) if family == "smollm3" else frozenset(),
         local_rope=local,
         norms=NORMS.get(family, NormPlaces.PRE),
         norm_offset=NORM_OFFSETS.get(family),
@@ -125,71 +102,7 @@ def read_forms(reader: Reader, family: str) -> tuple[LayerForms, RopeConfig]:
     return forms, rope
 
 
-def _windows(reader: Reader, family: str) -> tuple[int, ...]:
-    """The window of each layer; empty if no layer has one."""
-    num_layers, kinds = reader.count("num_hidden_layers"), _layer_types(reader)
-    if family in EVERY_LAYER:
-        if kinds and len(set(kinds)) > 1:
-            raise reader.error("layer_types", "all layers of this architecture are of one kind; correct it")
-        has_window = reader.raw.get("sliding_window") is not None
-        return (reader.count("sliding_window"),) * num_layers if has_window else ()
-    if family in MIXED:
-        step = reader.count("sliding_window_pattern", 6) if family == "gemma3_text" else 2
-        kinds = kinds or tuple(SLIDING if (layer + 1) % step else FULL for layer in range(num_layers))
-    elif not kinds and reader.flag("use_sliding_window", False) and reader.raw.get("sliding_window"):
-        kinds = _switched(reader, family, num_layers)
-    elif SLIDING in kinds and not (
-        reader.flag("use_sliding_window", False) and reader.raw.get("sliding_window")
-    ):
-        raise reader.error("layer_types", "sliding_attention needs use_sliding_window and sliding_window")
-    if SLIDING not in kinds:
-        return ()
-    window = reader.count("sliding_window")
-    return tuple(window if kind == SLIDING else 0 for kind in kinds)
-
-
-def _switched(reader: Reader, family: str, num_layers: int) -> tuple[str, ...]:
-    """The kinds of layers where `use_sliding_window` is on: by `max_window_layers` in Qwen, by rotation in
-    SmolLM3.
-    """
-    if family == "smollm3":
-        unturned = _unturned(reader)
-        return tuple(SLIDING if layer in unturned else FULL for layer in range(num_layers))
-    if family == "qwen3_moe":
-        return (SLIDING,) * num_layers
-    first = reader.count("max_window_layers", 28) if reader.raw.get("max_window_layers") != 0 else 0
-    return tuple(SLIDING if layer >= first else FULL for layer in range(num_layers))
-
-
-def _layer_types(reader: Reader) -> tuple[str, ...]:
-    """The checked `layer_types`; empty if absent."""
-    kinds, num_layers = reader.raw.get("layer_types") or [], reader.count("num_hidden_layers")
-    if not isinstance(kinds, list) or any(kind not in (SLIDING, FULL) for kind in kinds):
-        raise reader.error("layer_types", f"supported are {FULL} and {SLIDING}")
-    if kinds and len(kinds) != num_layers:
-        raise reader.error(
-            "layer_types",
-            f"{len(kinds)} entries for num_hidden_layers = {num_layers}; give one for each layer",
-        )
-    return tuple(str(kind) for kind in kinds)
-
-
-def _unturned(reader: Reader) -> frozenset[int]:
-    """The layers of a SmolLM3 whose q and k are not rotated."""
-    num_layers, listed = reader.count("num_hidden_layers"), reader.raw.get("no_rope_layers")
-    if listed is None:
-        interval = reader.count("no_rope_layer_interval", 4)
-        return frozenset(layer for layer in range(num_layers) if (layer + 1) % interval == 0)
-    if (
-        not isinstance(listed, list)
-        or len(listed) < num_layers
-        or any(value not in (0, 1) for value in listed)
-    ):
-        raise reader.error("no_rope_layers", f"a list of {num_layers} zeros and ones is required here")
-    return frozenset(layer for layer in range(num_layers) if not listed[layer])
-
-
-def _cap(reader: Reader, key: str) -> float:
+def _cap(reader: ConfigReader, key: str) -> float:
     """A soft cap, 0.0 for none."""
     if reader.raw.get(key) is None:
         return 0.0
@@ -199,7 +112,7 @@ def _cap(reader: Reader, key: str) -> float:
     return cap
 
 
-def _local_rope(reader: Reader) -> tuple[Mapping[str, object], RopeConfig]:
+def _local_rope(reader: ConfigReader) -> tuple[Mapping[str, object], RopeConfig]:
     """The rotary keys of the layers without a window in Gemma 3, and the rotation of those with one.
 
     Both spellings: `rope_parameters` by layer type, and `rope_theta`, `rope_local_base_freq`, `rope_scaling`.

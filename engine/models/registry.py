@@ -22,8 +22,10 @@ from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
 from ..parallel.group import TensorGroup
 from ..parallel.sharing import ALONE, Sharing
-from .config import FAMILIES, ConfigReader, ModelConfig, read_dense_config, read_json
+from .config import ModelConfig, read_dense_config
+from .config_reader import ConfigReader, read_json
 from .deepseek_config import read_deepseek_config
+from .families import FAMILIES
 from .interface import CausalLM, StoredForms
 from .llama import LlamaForCausalLM
 from .quant.kv_scales import FP8_KV

@@ -3,7 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from .config import ConfigReader, ModelConfig, read_dense_config
+from .config import ModelConfig, read_dense_config
+from .config_reader import ConfigReader
 from .moe import DEEPSEEK_NAMES, QWEN_NAMES, MoEConfig
 
 # Names of the number of experts: of the checkpoints, and of `transformers`.

@@ -24,7 +24,8 @@ from ...kernels.sparse_caches import SparseSizes
 from ..errors import CheckpointError
 from ..kv.layouts import MHALayout
 from ..kv.sparse_layout import SparseLayout
-from .config import ConfigReader, ModelConfig, read_dense_config
+from .config import ModelConfig, read_dense_config
+from .config_reader import ConfigReader
 from .layers import Attend, DecoderLayer, GatedMLP, Linear, NamedTensors, Normed, RMSNorm, SelfAttention
 from .llama import LlamaForCausalLM
 

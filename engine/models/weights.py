@@ -18,7 +18,8 @@ from ...kernels.packed_words import SPAN
 from ..errors import CheckpointError
 from ..kv.layouts import MLALayout
 from ..parallel.sharing import ALONE, Sharing
-from .config import ModelConfig, read_json
+from .config import ModelConfig
+from .config_reader import read_json
 from .interface import CausalLM, StoredForms
 from .layers import NamedTensors
 from .quant.int4_projection import VALUES_A_WORD

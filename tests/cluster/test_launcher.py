@@ -201,7 +201,7 @@ def test_decode_alone_on_the_cpu_is_one_worker_without_a_gpu(toy_checkpoint, tmp
 
 
 def test_a_model_without_a_readable_config_is_refused_before_dealing(launch, runtime, tmp_path):
-    with pytest.raises(ConfigError, match=r"config\.json: cannot be read"):
+    with pytest.raises(ConfigError, match=r"config\.json: no such file"):
         launch(gpus=[Gpu(index="0", name="NVIDIA H200", memory=140 << 30)], model=tmp_path)
     assert list(runtime.iterdir()) == []
 

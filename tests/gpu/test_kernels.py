@@ -39,6 +39,10 @@ CASES = [
     ),
     (
         check_few_experts,
+        (4, (128, 2048, 768), 0, Routing(top_k=8, is_normalised=True), False, False, torch.bfloat16),
+    ),
+    (
+        check_few_experts,
         (1, (64, 2048, 1408), 2, Routing(top_k=6, is_normalised=False), False, True, torch.bfloat16),
     ),
 ]

@@ -249,7 +249,7 @@ def expert_section(
     section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None, 1))]
     for label, first, second, block in (
         ("first 4x512, 4 stages", FewTile(4, 512, 4, 4), None, 1),
-        ("first 8x256, 4 stages", FewTile(8, 256, 4, 4), None, 1),
+        ("first 4x512, 3 stages", FewTile(4, 512, 4, 3), None, 1),
         ("first 8x256, 5 stages", FewTile(8, 256, 4, 5), None, 1),
         ("first 4x256, 5 stages", FewTile(4, 256, 4, 5), None, 1),
         ("first 4x256 2 warps, 4 stages", FewTile(4, 256, 2, 4), None, 1),

@@ -59,6 +59,11 @@ def check_norm_between_products(
     assert_close(total, expected, bfloat16=3.2e-2)
     assert_close(rows.z, kept.z, bfloat16=3.2e-2)
     assert_close(rows.scale(), kept.scale())
+    given = x, moved(first), moved(biases[0]), moved(residual)
+    usual, _ = normed_linear.sum_linear_triton(*given, None)  # in the tiles that a server takes
+    assert_close(usual, expected, bfloat16=3.2e-2)
+    usual = normed_linear.scaled_linear_triton(rows, moved(second), moved(biases[1]))
+    assert_close(usual, normed_linear.scaled_linear_reference(kept, second, biases[1]), bfloat16=3.2e-2)
     alone, no_rows = normed_linear.sum_linear_triton(
         x, moved(first), moved(biases[0]), moved(residual), None, shape=SMALL_TILE
     )
@@ -264,7 +269,7 @@ def check_latent_step(
 
 def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for dtype in DTYPES:
-        for sizes in ((1, 32, 64), (0, 8, 16), (3, 41, 50), (17, 100, 33)):
+        for sizes in ((1, 32, 64), (1, 41, 50), (0, 8, 16), (3, 41, 50), (17, 100, 33)):
             for has_bias, offset in ((False, None), (True, 1.0)):
                 if dtype == FLOAT32 or has_bias:
                     yield check_norm_between_products, (sizes, has_bias, offset, dtype)
@@ -273,6 +278,7 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         (3, (41, 3, 1, 32), 2, True, FLOAT32, FLOAT32),
         (5, (100, 4, 2, 64), 0, False, FP8, BFLOAT16),
         (16, (96, 1, 1, 128), 11, True, BFLOAT16, BFLOAT16),
+        (1, (72, 2, 1, 64), 1, True, BFLOAT16, BFLOAT16),
     ):
         yield check_rotary_product, (num_rows, sizes, num_real, has_bias, kv_dtype, dtype)
     for num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype in (
@@ -288,6 +294,8 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             FLOAT32,
         ),
         (2, (16, 64, 32), 1, Routing(top_k=8, is_normalised=True), False, True, BFLOAT16),
+        (4, (16, 64, 32), 0, Routing(top_k=4, is_normalised=True), False, False, BFLOAT16),
+        (1, (4, 64, 2056), 0, Routing(top_k=2, is_normalised=True), False, False, BFLOAT16),
         (3, (16, 64, 32), 0, Routing(top_k=3, is_normalised=True, is_sigmoid=True), False, True, FLOAT32),
     ):
         yield check_few_experts, (num_rows, sizes, num_shared, routing, has_bias, is_float32, dtype)

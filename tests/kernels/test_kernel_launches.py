@@ -262,7 +262,11 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
                     torch.zeros(num_rows, dtype=torch.int64), rows._replace(z=z), wide, None,
                     *[z[:, :head_dim]] * 2,
                 )  # fmt: skip
-    for is_gated, in_size in ((False, 2880), (True, 2048)):
+    wide = torch.zeros(4, 5760, 2880, dtype=torch.bfloat16), torch.zeros(4, 2880, 2880, dtype=torch.bfloat16)
+    _, long = sum_linear_triton(x[:1, :2000], torch.zeros(2880, 2000).bfloat16(), None, wide[1][0, :1], norm)
+    choice = Routing(top_k=4, is_normalised=True)
+    few_experts_triton(long, FewExperts(choice, wide[1][0, :4], *wide), wide[1][0, :1], norm)
+    for is_gated, in_size in ((False, 2880), (True, 2048), (True, 4096), (True, 576)):
         one = torch.zeros(1, in_size, dtype=torch.bfloat16)
         shape = vector_shape(in_size, is_gated=is_gated)
         linear_triton(one, one.expand(64, -1).contiguous(), is_gated=is_gated, shape=shape, max_tile_rows=1)

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...models.config import ModelConfig, read_json
+from ...models.config import ModelConfig
+from ...models.config_reader import read_json
 from ...models.rope import RopeConfig, read_rope_config
 from .config_formats import IGNORED_KEYS, Fields
 from .spec_config import AuxSpec, DraftDims, check_ids

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ...errors import CheckpointError
-from ...models.config import ModelConfig, read_json
+from ...models.config import ModelConfig
+from ...models.config_reader import read_json
 from .config_formats import Fields
 from .spec_config import AuxSpec, HeadConfig, read_head
 

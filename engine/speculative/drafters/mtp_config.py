@@ -19,7 +19,8 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ...errors import CheckpointError
-from ...models.config import ConfigReader, ModelConfig, read_json
+from ...models.config import ModelConfig
+from ...models.config_reader import ConfigReader, read_json
 from ...models.registry import load_model_config
 from .mtp_names import COUNT_KEYS, UNCOUNTED
 from .spec_config import AuxSpec, DraftDims

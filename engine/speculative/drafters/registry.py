@@ -14,7 +14,8 @@ import torch
 
 from ...errors import CheckpointError
 from ...kv.layouts import PageLayout
-from ...models.config import ModelConfig, read_json
+from ...models.config import ModelConfig
+from ...models.config_reader import read_json
 from ...models.layers import RMSNorm
 from ...parallel.vocabulary import Table
 from ..drafting.shape import DraftShape

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Literal, cast
 
 from ...errors import CheckpointError
-from ...models.config import ModelConfig, read_json
+from ...models.config import ModelConfig
+from ...models.config_reader import read_json
 from ...models.rope import RopeConfig, read_rope_config
 from .config_formats import MASK_TOKEN_KEYS, Fields, IdConvention, flatten
 

@@ -174,7 +174,7 @@ def test_rows_of_all_ranks_and_of_drafts_choose_experts(experts):
     assert alone == decode.weights.read_by(4)
     assert drafting.step_bytes(4, 0) == decode.step_bytes(16, 0) > alone
     assert replace(decode, expert_ranks=2).step_bytes(4, 0) == decode.step_bytes(8, 0)
-    assert decode.step_bytes(4, 1000) == alone + 1000 * experts.shape.kv_bytes
+    assert decode.step_bytes(4, 250) == alone + 1000 * experts.shape.kv_bytes
 
 
 @pytest.mark.parametrize("lost", ["shape", "dtype", "data_offsets"])

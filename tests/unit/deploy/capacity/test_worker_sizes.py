@@ -28,6 +28,7 @@ from baton.tests.parity.eagle_toys import eagle_config, eagle_tensors
 from baton.tests.parity.mtp_toys import random_modules, write_mtp
 from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
 from baton.tests.parity.test_gpt_oss import write_packed
+from baton.tests.parity.toy_models import FAMILIES
 from safetensors.torch import save_file
 
 H200 = "NVIDIA H200, 143771, 616, 143000, 9.0\nNVIDIA H200, 143771, 616, 20000, 9.0\n"
@@ -95,15 +96,55 @@ def test_the_first_gpu_is_read_as_a_worker_sees_it():
         assert find_card("auto", lambda _, said=silent: said) == Card()
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
+CUT = ("mistral", "gemma3", "gpt_oss")  # the first has a window in every layer, the others in some
+WHOLE = [("llama", "auto"), ("deepseek_v3", "auto"), ("gpt_oss", "keep")]
+
+
+@pytest.mark.parametrize(("family", "window_kv"), [*WHOLE, *((family, "auto") for family in CUT)])
 @pytest.mark.parametrize("worker", [PrefillConfig, DecodeConfig])
-def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker, family):
+def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker, family, window_kv):
     path = toy_checkpoint(family)
-    config = worker(model=str(path), device="cpu", dtype="float32", kv_memory_mb=3)
+    config = worker(model=str(path), window_kv=window_kv, **SMALL_CPU)
     loader = EngineLoader(EngineConfig.of(config), has_drafter=worker is DecodeConfig)
     for _, run in loader.phases():
         run()
     assert worker_sizes(Card(), path, None, config) == loader.engine().sizes
+    planned, budget = worker_need(path, None, config, "float32").per_token, loader._token_budget()
+    assert planned == budget
+    assert (budget.windows is not None) is ((family, window_kv) not in WHOLE)
+
+
+def test_workers_with_tiers_are_planned_with_whole_pages(toy_checkpoint, tmp_path):
+    path = toy_checkpoint("gpt_oss")
+    plain, tiered = DecodeConfig(model=str(path)), DecodeConfig(model=str(path), host_cache_gib=1.0)
+    whole, cut = (worker_need(path, None, config, "float32").per_token for config in (tiered, plain))
+    assert whole.windows is None
+    assert cut.windows is not None
+    assert whole.kv_bytes == cut.kv_bytes + cut.windows.kv_bytes
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_windows_of_a_checkpoint_are_those_of_its_engine(toy_checkpoint, family):
+    path = toy_checkpoint(family)
+    assert shape_of(path).windows == load_model_config(path).forms.windows
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("deepseek")])
+def test_keys_that_a_config_lacks_have_the_values_of_its_family(toy_checkpoint, tmp_path, family):
+    config = json.loads((toy_checkpoint(family) / "config.json").read_text())
+    for key in ("head_dim", "num_key_value_heads", "sliding_window", "layer_types"):
+        config.pop(key, None)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
+    shape, loaded = shape_of(tmp_path), load_model_config(tmp_path)
+    assert (shape.head_dim, shape.num_kv_heads) == (loaded.head_dim, loaded.num_kv_heads)
+    assert shape.windows == loaded.forms.windows
+
+
+def test_a_wrong_list_of_layers_is_one_line(toy_checkpoint, tmp_path):
+    config = json.loads((toy_checkpoint("gpt_oss") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"layer_types": ["sliding_attention"]}))
+    with pytest.raises(ConfigError, match=r"layer_types = .*give one for each layer"):
+        shape_of(tmp_path)
 
 
 @pytest.mark.parametrize("layers", ["", "0,1", "1"])

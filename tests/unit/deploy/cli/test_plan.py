@@ -24,6 +24,34 @@ LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096
 GPU = Measured(prefill_rate=24000, bandwidth=2.5e9, fixed_s=0.0005, tpot_s=0.01)
 
 
+WINDOWED = replace(LLAMA_8B, num_layers=4, num_features=1, windows=(0, 100, 0, 40))
+
+
+def test_layers_with_a_window_hold_and_move_the_last_tokens_alone():
+    plain, layer = replace(WINDOWED, windows=()), 4096
+    assert WINDOWED.full_bytes == WINDOWED.window_bytes == 2 * layer == WINDOWED.kv_bytes // 2
+    for tokens in (1, 99, 100):
+        assert WINDOWED.held_bytes(tokens) == plain.held_bytes(tokens) == tokens * 4 * layer
+        assert WINDOWED.moved_bytes(tokens, tokens) == tokens * plain.token_bytes
+    assert WINDOWED.held_bytes(5000) - WINDOWED.held_bytes(4000) == 1000 * WINDOWED.full_bytes
+    whole, features = WINDOWED.moved_bytes(5000, 5000), WINDOWED.feature_bytes
+    assert whole == 5000 * (WINDOWED.full_bytes + features) + 100 * WINDOWED.window_bytes
+    assert WINDOWED.moved_bytes(4900, 5000) == whole - 100 * plain.token_bytes
+    assert plain.moved_bytes(4900, 5000) == 4900 * plain.token_bytes
+
+
+def test_windows_leave_room_for_more_requests_and_shorten_a_hand_off():
+    load = PlannedLoad(prompt=4000, output=96, rate=1.0, chunk=512, kv_memory=1e9, max_running=1000)
+    measured = Measured(prefill_rate=1e4, bandwidth=1e8)
+    cut, whole = (plan_of(shape, measured, load) for shape in (WINDOWED, replace(WINDOWED, windows=())))
+    assert cut.places == int(1e9 // WINDOWED.held_bytes(4096)) > 1.9 * whole.places
+    assert cut.request_bytes == WINDOWED.held_bytes(4096)
+    assert cut.handoff.total_s < 0.7 * whole.handoff.total_s
+    assert cut.hiding_bandwidth < 0.7 * whole.hiding_bandwidth
+    (token,) = (line for line in plan.report(WINDOWED, measured, load, cut, "") if line.startswith("Token"))
+    assert "8.0 KiB, and 8.0 KiB while it is one of the last 100, and 8.0 KiB for the drafter" in token
+
+
 def test_sizes_of_a_token_are_those_of_the_published_table(tmp_path):
     config = {
         "num_hidden_layers": 32,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from baton.bench.engine.shapes import FORMS, SHAPES, target_config
 from baton.engine.kv.pool import KVPool
+from baton.engine.models import moe
 from baton.engine.models.interface import CausalLM, StoredForms
 from baton.engine.models.registry import build_model
 from baton.engine.row_plans import plan_rows
@@ -20,6 +21,7 @@ from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
 from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.speculative.drafting.choice import DraftSampling
 from baton.kernels import fp8_linear, skinny_linear
+from baton.kernels.few_experts import few_experts
 from baton.kernels.fp8_scales import FP8
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.row_ops import FASTEST, INVARIANT, JOIN_NAMES, NO_JOINS, Joins, named_joins
@@ -108,6 +110,9 @@ def slow_but(quick: set[tuple[object, ...]], cases: Iterable[tuple[object, ...]]
     return [pytest.param(*case, marks=[] if case in quick else pytest.mark.slow) for case in cases]
 
 
+# Requests and rows of each: as many as are joined.
+MOST_ROWS = {"llama in 8 bits": (1, 1), "gpt-oss in 4 bits": (2, 1), "qwen3-moe in 4 bits": (2, 1)}
+WITH_EXPERTS = ("qwen3-moe", "gpt-oss", "deepseek-v2")
 QUICK = ("llama", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
 NAMES = (("norms",), ("norms", "experts"), ("latents",), JOIN_NAMES)
 
@@ -120,10 +125,13 @@ NAMES = (("norms",), ("norms", "experts"), ("latents",), JOIN_NAMES)
 def test_joined_steps_compute_what_they_do_apart(
     family: str, names: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    rows = (1, 1) if family == "llama in 8 bits" else (2, 3)
+    rows, calls = MOST_ROWS.get(family, (2, 3)), []
+    monkeypatch.setattr(moe, "few_experts", lambda *given: calls.append(given) or few_experts(*given))
     logits, kv = step(model_of(family, NO_JOINS, torch.float32, tmp_path, monkeypatch), *rows)
+    assert not calls
     joins = Joins(**dict.fromkeys(names, 6), everywhere=True)
     joined, joined_kv = step(model_of(family, joins, torch.float32, tmp_path, monkeypatch), *rows)
+    assert bool(calls) is (family.startswith(WITH_EXPERTS) and {"norms", "experts"} <= set(names))
     torch.testing.assert_close(joined, logits, rtol=1e-5, atol=2e-5)
     torch.testing.assert_close(joined_kv, kv, rtol=1e-5, atol=2e-5)
 

@@ -1,0 +1,91 @@
+"""The dense families and those like them: their classes in transformers, and the values of absent keys.
+
+Without torch: `baton plan` reads configs with the same defaults.
+"""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+FAMILIES = {
+    "LlamaForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+    "MiMoForCausalLM": "mimo",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
+    "MixtralForCausalLM": "mixtral",
+    "SparseBlockForCausalLM": "sparse_block",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
+    "Glm4MoeForCausalLM": "glm4_moe",
+    "Qwen2MoeForCausalLM": "qwen2_moe",
+    "MistralForCausalLM": "mistral",
+    "Gemma2ForCausalLM": "gemma2",
+    "Gemma3ForCausalLM": "gemma3_text",
+    "Phi3ForCausalLM": "phi3",
+    "Olmo2ForCausalLM": "olmo2",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GptOssForCausalLM": "gpt_oss",
+}
+GEMMA = {
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+    "head_dim": 256,
+    "num_key_value_heads": 4,
+    "sliding_window": 4096,
+    "hidden_activation": "gelu_pytorch_tanh",
+}
+# The values of keys that a config lacks, by the classes of transformers.
+DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
+    {
+        "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5, "num_key_value_heads": 8},
+        "mistral": {
+            "num_key_value_heads": 8,
+            "max_position_embeddings": 131072,
+            "sliding_window": 4096,
+        },
+        "gemma2": {
+            **GEMMA,
+            "max_position_embeddings": 8192,
+            "attn_logit_softcapping": 50.0,
+            "final_logit_softcapping": 30.0,
+        },
+        "gemma3_text": {**GEMMA, "max_position_embeddings": 131072},
+        "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
+        "olmo2": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
+        "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4},
+        "gpt_oss": {
+            "rms_norm_eps": 1e-5,
+            "max_position_embeddings": 131072,
+            "head_dim": 64,
+            "num_key_value_heads": 8,
+            "sliding_window": 128,
+            "attention_bias": True,
+            "rope_theta": 150000.0,
+            "num_experts_per_tok": 4,
+        },
+    }
+)
+
+
+HEAD_DIMS: Mapping[str, int] = MappingProxyType({"qwen3": 128})  # where the key is absent or null
+
+
+def default_head_dim(family: str, hidden: int, heads: int) -> int:
+    """The head dimension of a config without one."""
+    return HEAD_DIMS.get(family) or max(hidden // heads, 1)
+
+
+def family_of(raw: Mapping[str, object]) -> str:
+    """The family of a parsed config.json, by its architecture or, without one, its model type; "" for
+    others.
+    """
+    names, model_type = raw.get("architectures"), raw.get("model_type")
+    if not names:
+        return model_type if isinstance(model_type, str) and model_type in FAMILIES.values() else ""
+    name = names[0] if isinstance(names, list) else None
+    return FAMILIES.get(name, "") if isinstance(name, str) else ""
+
+
+def with_defaults(raw: Mapping[str, object], family: str) -> dict[str, object]:
+    """A parsed config.json with the values of `family` for absent keys."""
+    return {**DEFAULTS.get(family, {}), **raw}
