@@ -10,6 +10,7 @@ from pathlib import Path
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.config.tier_checks import frees_windows
 from ...cluster.errors import ConfigError
+from ...cluster.security.ciphers import AUTO
 from ...engine.auto_sizes import (
     CONTEXT_BYTES,
     LATE_ROWS,
@@ -123,20 +124,19 @@ def need_of(
     *,
     quantize: str = "none",
     kv_dtype: str = "auto",
+    window_kv: str = AUTO,
     tp: int = 1,
 ) -> ModelNeed:
     """The needs of workers, of one rank each, with default settings but these.
 
     Raises ConfigError for an unusable config.
     """
+    plain = PrefillConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, window_kv=window_kv, tp=tp)
+    decode = DecodeConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, window_kv=window_kv, tp=tp)
     return ModelNeed(
-        shape=shape_of(model, draft, dtype, kv_dtype),
-        prefill=worker_need(
-            model, draft, PrefillConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, tp=tp), dtype
-        ),
-        decode=worker_need(
-            model, draft, DecodeConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, tp=tp), dtype
-        ),
+        shape=shape_of(model, draft, dtype, kv_dtype, frees_windows=frees_windows(plain)),
+        prefill=worker_need(model, draft, plain, dtype),
+        decode=worker_need(model, draft, decode, dtype),
     )
 
 

@@ -30,6 +30,7 @@ from ...cluster.config.fields import Setting, check_fields, flag_of, read_comman
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.process.progress import JobProgress
+from ...cluster.security.ciphers import AUTO
 from ...engine.auto_sizes import MIB, Card
 from ...engine.hub import NGRAM
 from ..capacity.checkpoints import DTYPE_BYTES, KVShape, head_dir
@@ -84,6 +85,14 @@ class PlanConfig:
     )
     kv_dtype: str = setting(
         "auto", Setting(help="as of a worker: the KV cache in 8 bits", choices=("auto", "fp8_e4m3"))
+    )
+    window_kv: str = setting(
+        AUTO,
+        Setting(
+            help="as of a worker: KV behind the windows of a model that has them; auto: as the workers of "
+            "--url, without it freed",
+            choices=(AUTO, "free", "keep"),
+        ),
     )
     url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
     pull: str = setting(
@@ -233,6 +242,7 @@ def _need_of(config: PlanConfig) -> ModelNeed:
         config.dtype,
         quantize=config.quantize,
         kv_dtype=config.kv_dtype,
+        window_kv=config.window_kv,
         tp=config.tp,
     )
 
@@ -298,12 +308,16 @@ def fit(
 
 
 def _run(config: PlanConfig, gpu: GpuModel) -> int:
+    client: ChatClient | None = None
+    if config.url:
+        client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
+        config = with_sizes_of(config, client.get("/status"))
     need = _need_of(config)
     shape = need.shape
     lines: list[str] = []
     off = 0.0
-    if config.url:
-        measured, config, off, lines = _on_cluster(config, shape, gpu, need)
+    if client is not None:
+        measured, off, lines = _on_cluster(client, config, gpu, need)
     else:
         measured = _estimated(config, estimate(gpu, need, _load_of(config)))
     load = _load_of(config)
@@ -360,6 +374,7 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
         chunk_size=config.chunk,
         quantize=config.quantize,
         kv_dtype=config.kv_dtype,
+        window_kv=config.window_kv,
         tp=config.tp,
     )
     decode = DecodeConfig(
@@ -367,6 +382,7 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
         draft=config.draft,
         quantize=config.quantize,
         kv_dtype=config.kv_dtype,
+        window_kv=config.window_kv,
         kv_memory_mb=config.kv_memory_mb,
         max_running=config.max_running,
         tp=config.tp,
@@ -431,12 +447,12 @@ def report(
 
 
 def _on_cluster(
-    config: PlanConfig, shape: KVShape, gpu: GpuModel, need: ModelNeed
-) -> tuple[Measured, PlanConfig, float, list[str]]:
-    """The cluster's measured rates, `config` with the sizes of its workers, and the relative error of the
-    prediction for prompts not used in the fit."""
-    client = ChatClient(config.url, api_key=os.environ.get(KEY_VARIABLE, ""))
-    config = with_sizes_of(config, client.get("/status"))
+    client: ChatClient, config: PlanConfig, gpu: GpuModel, need: ModelNeed
+) -> tuple[Measured, float, list[str]]:
+    """The cluster's measured rates, the relative error of the prediction for prompts not used in the fit, and
+    lines that tell it. `config` has the sizes of its workers.
+    """
+    shape = need.shape
     if config.chunk < 8:
         raise ConfigError(
             f"--chunk {config.chunk}: measuring a cluster needs the --chunk-size of its prefill, at least 8"
@@ -470,12 +486,18 @@ def _on_cluster(
         f"measured {seen * 1e3:.1f} ms"
     )
     off = predicted / seen - 1
-    return measured, config, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
+    return measured, off, [f"{text} ({off:+.0%}, median of {config.rounds})", ""]
 
 
 def with_sizes_of(config: PlanConfig, status: Mapping[str, Any]) -> PlanConfig:
-    """`config` with the sizes that the workers of a router's /status chose, where they were not given."""
+    """`config` with the sizes that the workers of a router's /status chose, where they were not given. Those
+    without window pages keep the KV behind windows.
+    """
     chosen: dict[str, int] = {}
+    workers = [worker.get("chosen") or {} for worker in status.get("workers", [])]
+    if config.window_kv == AUTO and workers:
+        is_free = any("window_pages" in sizes for sizes in workers)
+        config = replace(config, window_kv="free" if is_free else "keep")
     for worker in status.get("workers", []):
         sizes = worker.get("chosen") or {}
         wanted = (

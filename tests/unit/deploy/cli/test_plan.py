@@ -162,7 +162,8 @@ def test_prefill_that_slows_with_the_context_is_learned_from_two_chunks():
 
 @pytest.mark.parametrize(("off", "code"), [(0.2, 0), (-0.3, plan.EXIT_OFF), (0.3, plan.EXIT_OFF)])
 def test_a_prediction_beyond_the_allowed_error_fails(toy_checkpoint, capsys, monkeypatch, off, code):
-    monkeypatch.setattr(plan, "_on_cluster", lambda config, *_: (GPU, config, off, ["said"]))
+    monkeypatch.setattr(plan, "_on_cluster", lambda *_: (GPU, off, ["said"]))
+    monkeypatch.setattr(plan.ChatClient, "get", lambda *_: {})
     flags = [f"--model={toy_checkpoint('llama')}", "--url=http://x"]
     assert plan.main(flags) == 0
     assert plan.main([*flags, "--within=25"]) == code
@@ -322,6 +323,23 @@ def test_the_sizes_of_a_running_cluster_are_those_of_its_workers():
     given = plan.PlanConfig(model="m", chunk=256, given=frozenset({"chunk"}))
     assert plan.with_sizes_of(given, status).chunk == 256
     assert plan.with_sizes_of(given, {"workers": []}) == given
+
+
+def test_windows_are_planned_as_the_workers_of_a_cluster_have_them(toy_checkpoint, capsys):
+    sizes = {"window_pages": {"value": "9", "why": ""}}
+    cut, whole = ({"workers": [{"role": "decode", "chosen": chosen}]} for chosen in (sizes, {}))
+    asked = plan.PlanConfig(model="m")
+    assert plan.with_sizes_of(asked, cut).window_kv == "free"
+    assert plan.with_sizes_of(asked, whole).window_kv == "keep"
+    assert plan.with_sizes_of(replace(asked, window_kv="free"), whole).window_kv == "free"
+    said = {}
+    for kind in ("auto", "free", "keep"):
+        arguments = [f"--model={toy_checkpoint('gpt_oss')}", "--gpu=H200", f"--window-kv={kind}"]
+        assert plan.main(arguments) == plan.main([*arguments, "--memory"]) == 0
+        said[kind] = capsys.readouterr().out
+    assert said["auto"] == said["free"]
+    assert said["free"].count("while it is one of the last") == 2
+    assert "while" not in said["keep"]
 
 
 # --- drain --------------------------------------------------------------------------------------------------

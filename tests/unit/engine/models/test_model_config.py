@@ -98,6 +98,13 @@ def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
     assert config.dtype == "float32"
 
 
+@pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "\udc80"])
+def test_a_file_that_is_no_object_is_one_clear_line(tmp_path: Path, text: str):
+    (tmp_path / "config.json").write_text(text, errors="surrogateescape")
+    with pytest.raises(CheckpointError, match=f"^{tmp_path}/config.json: .*fetch the file again$"):
+        load_model_config(tmp_path)
+
+
 def test_eos_ids_outside_the_vocabulary_are_dropped_with_a_log_line(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ):
