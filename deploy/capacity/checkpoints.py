@@ -18,9 +18,9 @@ from typing import Any
 from ...cluster.errors import ConfigError
 from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
-from ...engine.kv.budget import WINDOW_SLACK
+from ...engine.kv.budget import WINDOW_SLACK, PageBudget, WindowBudget
 from ...engine.models.config_reader import ConfigReader, read_json
-from ...engine.models.families import default_head_dim, family_of, with_defaults
+from ...engine.models.families import default_head_dim, default_positions, family_of, with_defaults
 from ...engine.models.layer_windows import layer_windows
 from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_mtp
 
@@ -51,7 +51,8 @@ class KVShape:
     `num_features` counts the target layers whose output the drafter reads; 0 means no drafter.
     `kv_value_bytes`: bytes of a stored key's or value's element, 0: `dtype_bytes`. `latent_size`: the values
     that a token has in a layer instead of keys and values, 0: none. `windows`: of each layer in tokens, 0 for
-    none; empty: no layer has one, or all KV is kept.
+    none; empty: no layer has one. `frees_windows`: workers give up the KV behind them. `max_context`: the
+    longest request in tokens, 0 if unknown.
     """
 
     num_layers: int
@@ -63,6 +64,8 @@ class KVShape:
     kv_value_bytes: int = 0
     latent_size: int = 0
     windows: tuple[int, ...] = ()
+    frees_windows: bool = True
+    max_context: int = 0
 
     @property
     def kv_bytes(self) -> int:
@@ -70,28 +73,57 @@ class KVShape:
         return self.num_layers * self._layer_bytes
 
     @property
-    def num_full(self) -> int:
-        """Layers without a window."""
-        return self.windows.count(0) if self.windows else self.num_layers
-
-    @property
     def full_bytes(self) -> int:
-        """KV bytes of one token in the layers without a window."""
-        return self.num_full * self._layer_bytes
+        """KV bytes of one token in the layers that keep it."""
+        return self.kv_bytes - self.window_bytes
 
     @property
     def window_bytes(self) -> int:
-        """KV bytes of one token in the layers with a window."""
-        return self.kv_bytes - self.full_bytes
+        """KV bytes of one token in the layers that give it up behind their window."""
+        return sum(window > 0 for window in self.windows) * self._layer_bytes if self.frees_windows else 0
 
     @property
     def window(self) -> int:
-        """The longest window in tokens, 0 without one."""
-        return max(self.windows, default=0)
+        """The longest window in tokens behind which KV is given up, 0 without one."""
+        return max(self.windows, default=0) if self.frees_windows else 0
+
+    @property
+    def page_budget(self) -> PageBudget:
+        """The KV of pages of one token."""
+        if not self.window:
+            return PageBudget(kv_bytes=self.kv_bytes)
+        windows = WindowBudget(kv_bytes=self.window_bytes, window=self.window, max_context=self.max_context)
+        return PageBudget(kv_bytes=self.full_bytes, windows=windows)
+
+    def held_in_windows(self, tokens: int) -> int:
+        """The tokens of a running request of `tokens` whose KV layers with a window hold."""
+        return min(tokens, self.window + WINDOW_SLACK)
 
     def held_bytes(self, tokens: int) -> int:
         """KV bytes of a running request of `tokens` tokens."""
-        return tokens * self.full_bytes + min(tokens, self.window + WINDOW_SLACK) * self.window_bytes
+        return tokens * self.full_bytes + self.held_in_windows(tokens) * self.window_bytes
+
+    def requests_in(self, memory: float, tokens: int) -> int:
+        """Running requests of `tokens` tokens whose KV fits into a pool of `memory` bytes, which a worker
+        divides between both kinds of pages before it knows them.
+        """
+        if not self.window:
+            return int(memory // self.held_bytes(tokens))
+        budget = self.page_budget
+        pages = budget.num_pages(int(memory))
+        in_windows = (budget.num_window_pages(pages) - 1) // self.held_in_windows(tokens)
+        return max(0, min((pages - 1) // tokens, in_windows))
+
+    def rows_read(self, context: float) -> float:
+        """The rows of KV that a layer reads for a token behind `context` others, on average."""
+        return sum(min(context, window or context) for window in self._reach) / len(self._reach)
+
+    def attended_share(self, prompt: int) -> float:
+        """The sum over all layers of the pairs of tokens that attend to each other in a prompt, where 1 is
+        what a layer without a window computes.
+        """
+        near = [min(window or prompt, prompt) / prompt for window in self._reach]
+        return sum(share * (2 - share) for share in near)
 
     def moved_bytes(self, tokens: int, prompt: int) -> int:
         """Bytes that the hand-off of a prompt of `prompt` tokens moves for its first `tokens` ones: KV and
@@ -99,6 +131,10 @@ class KVShape:
         """
         in_window = max(0, tokens - max(0, prompt - self.window))
         return tokens * (self.full_bytes + self.feature_bytes) + in_window * self.window_bytes
+
+    @property
+    def _reach(self) -> tuple[int, ...]:
+        return self.windows or (0,) * self.num_layers
 
     @property
     def _layer_bytes(self) -> int:
@@ -127,14 +163,20 @@ def head_dir(draft: str) -> Path | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint, with its family's values for absent keys. Raises ConfigError when it
-    cannot be read.
-    """
+    """The config.json of a checkpoint. Raises ConfigError when it cannot be read."""
     try:
-        document = read_json(directory / "config.json")
+        return read_json(directory / "config.json")
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    return with_defaults(document, family_of(document))
+
+
+def model_config(directory: Path) -> dict[str, Any]:
+    """The config.json of a target, with its family's values for absent keys. Raises ConfigError when it
+    cannot be read.
+    """
+    document = read_config(directory)
+    family = family_of(document)
+    return {"max_position_embeddings": default_positions(family), **with_defaults(document, family)}
 
 
 def shape_of(
@@ -145,10 +187,10 @@ def shape_of(
     *,
     frees_windows: bool = True,
 ) -> KVShape:
-    """The sizes of a checkpoint, with its head's features. `kv_dtype` is a setting of workers, which
-    `frees_windows` of a model that has them or keep all KV. Raises ConfigError for an unusable config.
+    """The sizes of a checkpoint, with its head's features. `kv_dtype` is a setting of workers;
+    `frees_windows`: they give up the KV behind windows. Raises ConfigError for an unusable config.
     """
-    config = read_config(model)
+    config = model_config(model)
     heads = _count(config, "num_attention_heads", model)
     hidden = _count(config, "hidden_size", model)
     latent, head_dim = 0, default_head_dim(family_of(config), hidden, heads)
@@ -166,15 +208,22 @@ def shape_of(
         dtype_bytes=DTYPE_BYTES[dtype],
         kv_value_bytes=0 if kv_dtype == "auto" else 1,
         latent_size=latent,
-        windows=_windows(config, model) if frees_windows and not latent else (),
+        windows=() if latent else _windows(config, model),
+        frees_windows=frees_windows,
+        max_context=_count(config, "max_position_embeddings", model),
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
     )
 
 
 def _windows(config: Mapping[str, Any], source: Path) -> tuple[int, ...]:
-    """The window of each layer in tokens, 0 for none; empty if no layer has one."""
+    """The window of each layer in tokens, 0 for none; empty if no layer has one, or for families whose pages
+    are never cut.
+    """
+    family = family_of(config)
+    if family in ("", "sparse_block"):
+        return ()
     try:
-        found = layer_windows(ConfigReader(config, source / "config.json"), family_of(config))
+        found = layer_windows(ConfigReader(config, source / "config.json"), family)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
     return found if any(found) else ()
@@ -272,7 +321,7 @@ def rank_weights(
     With `quantize`, each value of the layers' matrices takes one byte. A directory without weights counts as
     a Llama-like decoder of its config. Raises ConfigError for an unusable config.
     """
-    config, rounded = read_config(directory), 1 if quantize != "none" else dtype_bytes
+    config, rounded = model_config(directory), 1 if quantize != "none" else dtype_bytes
     chosen = experts_of(config, directory)
     total, embedding, experts = _tensor_bytes(directory, dtype_bytes, rounded)
     if not total:
@@ -364,7 +413,7 @@ def experts_of(config: Mapping[str, Any], directory: Path) -> ExpertSizes | None
 
 def count_used_weights(directory: Path) -> int:
     """As `count_weights`, but of the experts only as many as one token uses."""
-    config = read_config(directory)
+    config = model_config(directory)
     experts, elements = experts_of(config, directory), _elements(directory)
     if experts is None:
         return count_weights(directory)
@@ -432,7 +481,7 @@ def _entries(directory: Path) -> dict[str, Any]:
 
 def _dense_weights(directory: Path, num_experts: int | None = None) -> int:
     """The elements of a Llama-like decoder, without biases; `num_experts` of its experts, by default all."""
-    config = read_config(directory)
+    config = model_config(directory)
     hidden, heads = (_count(config, key, directory) for key in ("hidden_size", "num_attention_heads"))
     head_dim = _count(config, "head_dim", directory, default_head_dim(family_of(config), hidden, heads))
     kv_heads = _count(config, "num_key_value_heads", directory, heads)

@@ -131,9 +131,17 @@ def sizes_of(card: Card, need: ModelNeed, *, is_decode: bool, share: float = 0.0
 
 
 def kv_tokens_of(card: Card, need: ModelNeed, *, is_decode: bool, share: float = 0.0) -> int:
-    """Tokens in the KV pool of a worker with `share` of the memory; 0 when it does not fit."""
+    """Tokens of typical requests in the KV pool of a worker with `share` of the memory; 0 when it does not
+    fit.
+    """
     sizes = sizes_of(card, need, is_decode=is_decode, share=share)
-    return 0 if sizes is None else (sizes.num_pages - 1) * sizes.page_size
+    if sizes is None:
+        return 0
+    tokens, typical = (sizes.num_pages - 1) * sizes.page_size, TYPICAL.prompt + TYPICAL.output
+    if not sizes.num_window_pages:
+        return tokens
+    in_windows = (sizes.num_window_pages - 1) * sizes.page_size
+    return min(tokens, in_windows * typical // need.shape.held_in_windows(typical))
 
 
 def least_share(card: Card, need: ModelNeed, *, is_decode: bool) -> float:
@@ -179,9 +187,10 @@ def load_on(card: Card, need: ModelNeed, load: PlannedLoad = TYPICAL) -> Planned
 def estimate(gpu: GpuModel, need: ModelNeed, load: PlannedLoad) -> Measured:
     """The rates of workers of this model on this GPU, from the data sheet, for `load`."""
     shape, model, flops = need.shape, need.prefill.model, gpu.tflops * 1e12
-    attention = 4 * shape.num_full * model.num_heads * model.head_dim  # per token and token before it
+    # of a token for each token before it
+    attention = 4 * shape.attended_share(load.prompt) * model.num_heads * model.head_dim
     num_requests = max(1, places_of(shape, load))
-    moved = need.decode.step_bytes(num_requests, load.prompt + load.output / 2)
+    moved = need.decode.step_bytes(num_requests, shape.rows_read(load.prompt + load.output / 2))
     share = EXPERTS_PREFILL_SHARE if model.has_experts else PREFILL_SHARE
     step_s = moved / (DECODE_SHARE * gpu.gb_per_s * 1e9)
     return Measured(

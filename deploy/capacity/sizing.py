@@ -120,8 +120,9 @@ def plan_of(shape: KVShape, measured: Measured, load: PlannedLoad) -> SizingPlan
 
 def places_of(shape: KVShape, load: PlannedLoad) -> int:
     """The requests of this load that one decode worker holds at once."""
-    fitting = int(load.kv_memory // shape.held_bytes(load.prompt + load.output))
-    return min(load.max_running, fitting) if load.kv_memory else load.max_running
+    if not load.kv_memory:
+        return load.max_running
+    return min(load.max_running, shape.requests_in(load.kv_memory, load.prompt + load.output))
 
 
 def prefill_capacity(handoff: HandoffTimes) -> float:

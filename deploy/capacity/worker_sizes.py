@@ -34,6 +34,7 @@ from .checkpoints import (
     feature_layers,
     head_dir,
     head_kv_bytes,
+    model_config,
     observes_late,
     rank_weights,
     read_config,
@@ -75,13 +76,13 @@ class WorkerNeed:
     weights: RankWeights
     expert_ranks: int = 1
 
-    def step_bytes(self, num_requests: int, context: float) -> float:
-        """The bytes that a rank reads for a step of so many requests, each of `context` tokens."""
+    def step_bytes(self, num_requests: int, rows: float) -> float:
+        """The bytes that a rank reads for a step of so many requests, each with `rows` rows of KV in a
+        layer.
+        """
         num_rows, windows = num_requests * self.role.num_nodes * self.expert_ranks, self.per_token.windows
-        of_request = context * self.per_token.kv_bytes
-        if windows is not None:
-            of_request += min(context, windows.window) * windows.kv_bytes
-        return self.weights.read_by(num_rows) + num_requests * of_request
+        kv_bytes = self.per_token.kv_bytes + (0 if windows is None else windows.kv_bytes)
+        return self.weights.read_by(num_rows) + num_requests * rows * kv_bytes
 
     def sizes_on(self, card: Card, given: GivenSizes) -> EngineSizes:
         """The sizes of the worker on `card`. Raises ConfigError for what does not fit."""
@@ -167,9 +168,7 @@ def worker_need(
     shape = shape_of(model, draft, dtype, config.kv_dtype, frees_windows=frees_windows(config))
     tp, num_ranks = config.tensor_ranks, config.num_ranks
     weights = rank_weights(model, shape.dtype_bytes, config.quantize, tp=tp, expert_ranks=num_ranks)
-    target = PageBudget(
-        kv_bytes=_of_rank(shape.full_bytes, shape, tp), windows=_rank_windows(model, shape, config)
-    )
+    target = PageBudget(kv_bytes=_of_rank(shape.full_bytes, shape, tp), windows=_rank_windows(shape, config))
     if isinstance(config, PrefillConfig):
         loaded, (role, per_token) = None, _prefill_role(config, draft, shape, target)
     else:
@@ -224,15 +223,14 @@ def _of_rank(kv_bytes: int, shape: KVShape, tp: int) -> int:
     return kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
 
 
-def _rank_windows(model: Path, shape: KVShape, config: PrefillConfig | DecodeConfig) -> WindowBudget | None:
+def _rank_windows(shape: KVShape, config: PrefillConfig | DecodeConfig) -> WindowBudget | None:
     """The window pages of one rank, for pages of a token; None without them."""
     if not shape.window:
         return None
-    positions = read_config(model).get("max_position_embeddings")
     return WindowBudget(
         kv_bytes=_of_rank(shape.window_bytes, shape, config.tensor_ranks),
         window=shape.window,
-        max_context=config.max_context or (positions if isinstance(positions, int) else 0),
+        max_context=config.max_context or shape.max_context,
     )
 
 
@@ -245,7 +243,7 @@ def _model_sizes(
     model: Path, draft: Path | None, dtype: str, worker: PrefillConfig | DecodeConfig, weights: RankWeights
 ) -> ModelSizes:
     """The sizes of a model on one rank of `worker`."""
-    config, shape, tp = read_config(model), shape_of(model, None, dtype), worker.tensor_ranks
+    config, shape, tp = model_config(model), shape_of(model, None, dtype), worker.tensor_ranks
     gathered = _expert_ranks(worker)
     try:
         vocabulary = int(config["vocab_size"]) * shape.hidden_size
@@ -263,7 +261,7 @@ def _model_sizes(
             num_kv_heads=shape.context_heads if shape.latent_size else max(shape.num_kv_heads // tp, 1),
             head_dim=shape.head_dim,
             vocab_size=int(config["vocab_size"]),
-            max_context=int(config.get("max_position_embeddings") or 2048),
+            max_context=shape.max_context,
             dtype_bytes=shape.dtype_bytes,
             num_layers=shape.num_layers,
             num_weights=(used - vocabulary if weights.embedding else used) // tp,

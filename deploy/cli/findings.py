@@ -240,10 +240,18 @@ def check_model(model: Path, draft: Path | None) -> list[Finding]:
         if draft is not None:
             found += _head_findings(config, read_config(draft), model, draft)
     except ConfigError as error:
-        return [Finding("model", FAIL, str(error).rpartition("; ")[0], str(error).rpartition("; ")[2])]
+        return [_finding("model", "", error)]
     return found or well(
         "model", f"{model}: whole, identity {identity_of(model)} (equal on every host that serves it)"
     )
+
+
+def _finding(name: str, where: str, error: ConfigError) -> Finding:
+    """The finding of an error whose remedy stands behind its last semicolon, or behind its last colon."""
+    text = str(error)
+    mark = "; " if "; " in text else ": "
+    said, _, remedy = text.rpartition(mark)
+    return Finding(name, FAIL, f"{where}{said}", remedy)
 
 
 def check_sizes(
@@ -253,8 +261,7 @@ def check_sizes(
     try:
         sizes = worker_sizes(card, model, draft, settings)
     except ConfigError as error:
-        text, _, remedy = str(error).rpartition("; ")
-        return [Finding("sizes", FAIL, f"{settings.role} on {card}: {text}", remedy)]
+        return [_finding("sizes", f"{settings.role} on {card}: ", error)]
     return well("sizes", f"{settings.role} on {card}: {sizes}")
 
 

@@ -90,7 +90,7 @@ class PlanConfig:
         AUTO,
         Setting(
             help="as of a worker: KV behind the windows of a model that has them; auto: as the workers of "
-            "--url, without it freed",
+            "--url do; without --url, freed",
             choices=(AUTO, "free", "keep"),
         ),
     )
@@ -266,10 +266,10 @@ def _memory_table(need: ModelNeed) -> list[str]:
         return f"{count:,}" if count >= TYPICAL.prompt + TYPICAL.output else "-"
 
     weights, per_token = need.decode.model.weight_bytes, need.decode.per_token
-    within = "" if per_token.windows is None else _in_window(per_token.windows.kv_bytes, need.shape.window)
+    in_windows = 0 if per_token.windows is None else per_token.windows.kv_bytes
+    token = _token_text(per_token.page_bytes, in_windows, need.shape.window)
     lines = [
-        f"weights {weights / 2**30:.1f} GiB, KV of a token {per_token.page_bytes / 1024:.1f} KiB{within}; "
-        "tokens of KV, -: does not fit",
+        f"weights {weights / 2**30:.1f} GiB, KV of a token {token}; tokens of KV, -: does not fit",
         f"{'GPU':<10}{'GiB':>7}{'decode':>12}{'prefill':>12}{'both on one GPU':>24}",
     ]
     for gpu in GPUS:
@@ -396,8 +396,11 @@ def with_worker_sizes(config: PlanConfig, card: Card) -> PlanConfig:
     )
 
 
-def _in_window(kv_bytes: int, window: int) -> str:
-    return f", and {kv_bytes / 1024:.1f} KiB while it is one of the last {window}"
+def _token_text(full_bytes: int, window_bytes: int, window: int) -> str:
+    """The KV of a token: in layers that keep it, and in those that give it up behind `window` tokens."""
+    kept = [f"{full_bytes / 1024:.1f} KiB"] if full_bytes or not window else []
+    near = [f"{window_bytes / 1024:.1f} KiB while it is one of the last {window} tokens"] if window else []
+    return ", and ".join(kept + near)
 
 
 def report(
@@ -406,7 +409,7 @@ def report(
     """The figures behind a recommendation, a line each."""
     handoff = plan.handoff
     features = f", and {shape.feature_bytes / 1024:.1f} KiB for the drafter" if shape.feature_bytes else ""
-    within = _in_window(shape.window_bytes, shape.window) if shape.window else ""
+    token = _token_text(shape.full_bytes, shape.window_bytes, shape.window)
     link, hiding = measured.bandwidth / 1e9, plan.hiding_bandwidth / 1e9
     hides = (
         "hides all but the last chunk"
@@ -414,7 +417,7 @@ def report(
         else f"would hide all but the last chunk from {hiding:.2f} GB/s on"
     )
     rows = [
-        ("Token", f"its KV cache has {shape.full_bytes / 1024:.1f} KiB{within}{features}"),
+        ("Token", f"its KV cache has {token}{features}"),
         (
             "Prompt",
             f"{load.prompt} tokens take {_ms(handoff.prefill_s)} on a prefill worker that computes "
@@ -494,7 +497,7 @@ def with_sizes_of(config: PlanConfig, status: Mapping[str, Any]) -> PlanConfig:
     without window pages keep the KV behind windows.
     """
     chosen: dict[str, int] = {}
-    workers = [worker.get("chosen") or {} for worker in status.get("workers", [])]
+    workers = [sizes for worker in status.get("workers", []) if (sizes := worker.get("chosen"))]
     if config.window_kv == AUTO and workers:
         is_free = any("window_pages" in sizes for sizes in workers)
         config = replace(config, window_kv="free" if is_free else "keep")
@@ -532,7 +535,7 @@ def _ask(client: ChatClient, model: str, rng: random.Random, tokens: int, shape:
     expected = shape.moved_bytes(tokens, tokens)
     if not 0.5 * expected <= timeline["handoff_bytes"] <= 2 * expected + 2**20:
         text = f"{tokens} tokens travelled as {timeline['handoff_bytes']} bytes, {expected} were expected"
-        raise ConfigError(f"{text}; name the cluster's own --model, --draft and --dtype")
+        raise ConfigError(f"{text}; name the cluster's own --model, --draft, --dtype and --window-kv")
     return HandoffSample(
         tokens=tokens,
         num_bytes=timeline["handoff_bytes"],

@@ -205,6 +205,7 @@ def role_configs(config: UpConfig, env: Mapping[str, str]) -> tuple[PrefillConfi
     Raises ConfigError for an invalid setting.
     """
     prefill, decode = (child_config(cls, config, env, {}, 1) for cls in (PrefillConfig, DecodeConfig))
+    (_, prefill), (_, decode) = _with_one_kind_of_pages([("prefill", prefill), ("decode", decode)])
     assert isinstance(prefill, PrefillConfig)
     assert isinstance(decode, DecodeConfig)
     return prefill, decode

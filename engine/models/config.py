@@ -11,7 +11,7 @@ import torch
 from ...kernels.mxfp4 import BLOCK
 from ..kv.layouts import MHALayout, PageLayout
 from .config_reader import ConfigReader, read_json
-from .families import FAMILIES, HEAD_DIMS, default_head_dim, with_defaults
+from .families import FAMILIES, HEAD_DIMS, default_head_dim, default_positions, with_defaults
 from .layer_forms import PLAIN_LAYERS, LayerForms, read_forms
 from .moe import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .quant.config import QuantConfig
@@ -145,7 +145,7 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         vocab_size=reader.count("vocab_size"),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position_embeddings=reader.count("max_position_embeddings", 2048 if family == "llama" else 32768),
+        max_position_embeddings=reader.count("max_position_embeddings", default_positions(family)),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
         attention_bias=True if family in BIASED else bias,
         attention_output_bias=False if family in BIASED else bias,

@@ -55,7 +55,12 @@ def read_json(path: Path) -> dict[str, object]:
         raise CheckpointError(
             f"{path}: no such file; give the directory of a Hugging Face checkpoint"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
+    except OSError as error:
+        raise CheckpointError(
+            f"{path}: cannot be read ({error.strerror or error}); give the directory of a Hugging Face "
+            "checkpoint"
+        ) from None
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: cannot be read as JSON ({error}); fetch the file again") from None
     if not isinstance(value, dict):
         raise CheckpointError(

@@ -75,6 +75,11 @@ def default_head_dim(family: str, hidden: int, heads: int) -> int:
     return HEAD_DIMS.get(family) or max(hidden // heads, 1)
 
 
+def default_positions(family: str) -> int:
+    """`max_position_embeddings` of a config without it."""
+    return 32768 if family and family != "llama" else 2048
+
+
 def family_of(raw: Mapping[str, object]) -> str:
     """The family of a parsed config.json, by its architecture or, without one, its model type; "" for
     others.

@@ -50,7 +50,7 @@ def _layer_types(reader: ConfigReader) -> tuple[str, ...]:
     """The checked `layer_types`; empty if absent."""
     kinds, num_layers = reader.raw.get("layer_types") or [], reader.count("num_hidden_layers")
     if not isinstance(kinds, list) or any(kind not in (SLIDING, FULL) for kind in kinds):
-        raise reader.error("layer_types", f"supported are {FULL} and {SLIDING}")
+        raise reader.error("layer_types", f"supported are {FULL} and {SLIDING}; correct it")
     if kinds and len(kinds) != num_layers:
         raise reader.error(
             "layer_types",

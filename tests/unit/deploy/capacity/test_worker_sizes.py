@@ -114,7 +114,7 @@ def test_doctor_chooses_what_the_loader_chooses(toy_checkpoint, worker, family, 
     assert (budget.windows is not None) is ((family, window_kv) not in WHOLE)
 
 
-def test_workers_with_tiers_are_planned_with_whole_pages(toy_checkpoint, tmp_path):
+def test_workers_with_tiers_are_planned_with_whole_pages(toy_checkpoint):
     path = toy_checkpoint("gpt_oss")
     plain, tiered = DecodeConfig(model=str(path)), DecodeConfig(model=str(path), host_cache_gib=1.0)
     whole, cut = (worker_need(path, None, config, "float32").per_token for config in (tiered, plain))
@@ -127,17 +127,51 @@ def test_workers_with_tiers_are_planned_with_whole_pages(toy_checkpoint, tmp_pat
 def test_the_windows_of_a_checkpoint_are_those_of_its_engine(toy_checkpoint, family):
     path = toy_checkpoint(family)
     assert shape_of(path).windows == load_model_config(path).forms.windows
+    assert shape_of(path).max_context == load_model_config(path).max_position_embeddings
 
 
 @pytest.mark.parametrize("family", [name for name in FAMILIES if not name.startswith("deepseek")])
 def test_keys_that_a_config_lacks_have_the_values_of_its_family(toy_checkpoint, tmp_path, family):
     config = json.loads((toy_checkpoint(family) / "config.json").read_text())
-    for key in ("head_dim", "num_key_value_heads", "sliding_window", "layer_types"):
+    for key in (
+        "head_dim",
+        "num_key_value_heads",
+        "sliding_window",
+        "layer_types",
+        "max_position_embeddings",
+    ):
         config.pop(key, None)
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_attention_heads": 8}))
     shape, loaded = shape_of(tmp_path), load_model_config(tmp_path)
     assert (shape.head_dim, shape.num_kv_heads) == (loaded.head_dim, loaded.num_kv_heads)
-    assert shape.windows == loaded.forms.windows
+    assert (shape.windows, shape.max_context) == (loaded.forms.windows, loaded.max_position_embeddings)
+
+
+def test_sizes_that_a_head_s_config_lacks_are_the_target_s(toy_checkpoint, tmp_path):
+    """Not the defaults of the family that its config names."""
+    target = shape_of(toy_checkpoint("llama"))
+    head = {"architectures": ["MistralForCausalLM"], "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(head))
+    assert head_kv_bytes(tmp_path, target, 3) == target.kv_bytes // target.num_layers
+
+
+@pytest.mark.parametrize(
+    ("wrong", "remedy"),
+    [({"layer_types": ["linear_attention"]}, "correct it"), ({"sliding_window": "9"}, "check that")],
+)
+def test_doctor_names_a_wrong_window_and_its_remedy(toy_checkpoint, tmp_path, wrong, remedy):
+    config = json.loads((toy_checkpoint("gpt_oss") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | wrong))
+    (found,) = check_sizes(Card(), tmp_path, None, DecodeConfig(model="m"))
+    assert next(iter(wrong)) in found.text
+    assert remedy in found.remedy
+
+
+def test_layers_of_unknown_families_are_not_judged(toy_checkpoint, tmp_path):
+    config = json.loads((toy_checkpoint("llama") / "config.json").read_text())
+    odd = {"architectures": ["OtherForCausalLM"], "layer_types": ["linear_attention"]}
+    (tmp_path / "config.json").write_text(json.dumps(config | odd))
+    assert shape_of(tmp_path).windows == ()
 
 
 def test_a_wrong_list_of_layers_is_one_line(toy_checkpoint, tmp_path):

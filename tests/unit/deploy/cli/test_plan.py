@@ -24,11 +24,11 @@ LLAMA_8B = KVShape(num_layers=32, num_kv_heads=8, head_dim=128, hidden_size=4096
 GPU = Measured(prefill_rate=24000, bandwidth=2.5e9, fixed_s=0.0005, tpot_s=0.01)
 
 
-WINDOWED = replace(LLAMA_8B, num_layers=4, num_features=1, windows=(0, 100, 0, 40))
+WINDOWED = replace(LLAMA_8B, num_layers=4, num_features=1, windows=(0, 100, 0, 40), max_context=32768)
 
 
 def test_layers_with_a_window_hold_and_move_the_last_tokens_alone():
-    plain, layer = replace(WINDOWED, windows=()), 4096
+    plain, layer = replace(WINDOWED, frees_windows=False), 4096
     assert WINDOWED.full_bytes == WINDOWED.window_bytes == 2 * layer == WINDOWED.kv_bytes // 2
     for tokens in (1, 99, 100):
         assert WINDOWED.held_bytes(tokens) == plain.held_bytes(tokens) == tokens * 4 * layer
@@ -43,13 +43,41 @@ def test_layers_with_a_window_hold_and_move_the_last_tokens_alone():
 def test_windows_leave_room_for_more_requests_and_shorten_a_hand_off():
     load = PlannedLoad(prompt=4000, output=96, rate=1.0, chunk=512, kv_memory=1e9, max_running=1000)
     measured = Measured(prefill_rate=1e4, bandwidth=1e8)
-    cut, whole = (plan_of(shape, measured, load) for shape in (WINDOWED, replace(WINDOWED, windows=())))
-    assert cut.places == int(1e9 // WINDOWED.held_bytes(4096)) > 1.9 * whole.places
+    kept = replace(WINDOWED, frees_windows=False)
+    cut, whole = (plan_of(shape, measured, load) for shape in (WINDOWED, kept))
+    assert 1.8 * whole.places < cut.places <= int(1e9 // WINDOWED.held_bytes(4096))
     assert cut.request_bytes == WINDOWED.held_bytes(4096)
     assert cut.handoff.total_s < 0.7 * whole.handoff.total_s
     assert cut.hiding_bandwidth < 0.7 * whole.hiding_bandwidth
     (token,) = (line for line in plan.report(WINDOWED, measured, load, cut, "") if line.startswith("Token"))
-    assert "8.0 KiB, and 8.0 KiB while it is one of the last 100, and 8.0 KiB for the drafter" in token
+    assert "8.0 KiB, and 8.0 KiB while it is one of the last 100 tokens, and 8.0 KiB for the drafter" in token
+    every = plan.report(replace(WINDOWED, windows=(100,) * 4), measured, load, cut, "")
+    assert (
+        every[0].split(maxsplit=1)[1].startswith("its KV cache has 16.0 KiB while it is one of the last 100 ")
+    )
+
+
+@pytest.mark.parametrize("windows", [(0, 100, 0, 40), (100,) * 4, (0, 0, 0, 5000), ()], ids=str)
+@pytest.mark.parametrize("tokens", [60, 700, 6000])
+def test_the_requests_of_a_pool_are_those_whose_pages_it_has(windows, tokens):
+    """By counting pages of both kinds while requests come, one after the other."""
+    shape, memory = replace(WINDOWED, windows=windows), 1e9
+    budget = shape.page_budget
+    pages = budget.num_pages(int(memory)) - 1
+    in_windows = budget.num_window_pages(pages + 1) - 1 if shape.window else math.inf
+    count = 0
+    while pages >= tokens and in_windows >= shape.held_in_windows(tokens):
+        pages, in_windows, count = pages - tokens, in_windows - shape.held_in_windows(tokens), count + 1
+    assert abs(shape.requests_in(memory, tokens) - count) <= (0 if shape.window else 1)
+    assert count > 3
+
+
+def test_a_window_bounds_what_prompts_compute_and_steps_read():
+    for shape in (WINDOWED, replace(WINDOWED, frees_windows=False)):
+        assert shape.attended_share(40) == shape.rows_read(40) / 10 == 4
+        assert shape.rows_read(1000) == (2 * 1000 + 100 + 40) / 4
+        pairs = sum(min(i, window or i) for window in shape.windows for i in range(1, 10001))
+        assert shape.attended_share(10000) == pytest.approx(2 * pairs / 1e8, rel=1e-3)
 
 
 def test_sizes_of_a_token_are_those_of_the_published_table(tmp_path):
@@ -326,8 +354,8 @@ def test_the_sizes_of_a_running_cluster_are_those_of_its_workers():
 
 
 def test_windows_are_planned_as_the_workers_of_a_cluster_have_them(toy_checkpoint, capsys):
-    sizes = {"window_pages": {"value": "9", "why": ""}}
-    cut, whole = ({"workers": [{"role": "decode", "chosen": chosen}]} for chosen in (sizes, {}))
+    pages, sizes = ({name: {"value": "9", "why": ""}} for name in ("page_size", "window_pages"))
+    cut, whole = ({"workers": [{"chosen": chosen}, {"chosen": None}]} for chosen in (pages | sizes, pages))
     asked = plan.PlanConfig(model="m")
     assert plan.with_sizes_of(asked, cut).window_kv == "free"
     assert plan.with_sizes_of(asked, whole).window_kv == "keep"

@@ -114,8 +114,10 @@ def test_all_workers_keep_the_pages_behind_windows_if_one_has_tiers(tmp_path):
     """Workers of the two kinds would not pair."""
     path = tmp_path / "c.toml"
     path.write_text("[prefill]\nhost_cache_gib = 0.001\n")
-    configs = told(load_config(UpConfig, ["--model", "m", "--config", str(path)], {}))
+    tiered = load_config(UpConfig, ["--model", "m", "--config", str(path)], {})
+    configs = told(tiered)
     assert {configs[name].window_kv for name in ("prefill-0", "decode-0")} == {"keep"}
+    assert [worker.window_kv for worker in role_configs(tiered, {})] == ["keep", "keep"]
     configs = told(UpConfig(model="m"))
     assert {configs[name].window_kv for name in ("prefill-0", "decode-0")} == {"auto"}
     with pytest.raises(ConfigError, match="--host-cache-gib keeps whole pages; leave out --window-kv free"):
