@@ -278,7 +278,7 @@ def _merged_splits(
         b_shift = tl.where(b_new_max == float("-inf"), 0.0, b_new_max)
         b_weight = tl.exp2(b_lse - b_shift[None, :])
         # a split in which a row sees nothing may hold anything for it
-        b_part = tl.where((b_weight > 0.0)[:, :, None], b_part * b_weight[:, :, None], 0.0)
+        b_part = tl.where((b_weight > 0.0)[:, :, None], b_part, 0.0) * b_weight[:, :, None]
         b_rescale = tl.exp2(b_max - b_shift)
         b_sum = b_sum * b_rescale + tl.sum(b_weight, axis=0)
         b_out = b_out * b_rescale[:, None] + tl.sum(b_part, axis=0)
