@@ -13,7 +13,7 @@ import torch
 import zmq
 
 from ..cluster.config.roles import DecodeConfig, WorkerConfig
-from ..cluster.config.tier_checks import has_tiers
+from ..cluster.config.tier_checks import frees_windows
 from ..cluster.net.endpoints import endpoints_of
 from ..cluster.net.router_links import RouterLinks, dial_routers
 from ..cluster.net.sockets import Socket
@@ -65,7 +65,7 @@ def engine_settings(config: WorkerConfig) -> EngineConfig:
     pages.
     """
     settings = EngineConfig.of(config)
-    return replace(settings, window_kv="keep") if has_tiers(config) else settings
+    return settings if frees_windows(config) else replace(settings, window_kv="keep")
 
 
 class WorkerStartup(ABC, Generic[C, R]):

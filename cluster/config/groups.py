@@ -17,6 +17,7 @@ MAX_NGRAM = 16
 LOOKUP = "ngram"  # the --draft that needs no head
 GROW, WHOLE = "grow", "whole"
 RESERVES = (AUTO, GROW, WHOLE)
+WINDOW_KV = (AUTO, "free", "keep")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 CIPHER_SETTING = Setting(help="how KV blocks are protected; auto: sealed with --keys", choices=CHOICES)
@@ -257,7 +258,7 @@ class EngineSettings(RoleConfig):
         Setting(
             help="KV behind the windows of a model that has them: freed and not handed over, or kept as that "
             "of other layers; auto: freed, unless the worker has lower tiers; the same for workers that pair",
-            choices=(AUTO, "free", "keep"),
+            choices=WINDOW_KV,
         ),
     )
     window_pages: int = setting(

@@ -175,8 +175,7 @@ def model_config(directory: Path) -> dict[str, Any]:
     cannot be read.
     """
     document = read_config(directory)
-    family = family_of(document)
-    return {"max_position_embeddings": default_positions(family), **with_defaults(document, family)}
+    return with_defaults(document, family_of(document))
 
 
 def shape_of(
@@ -193,7 +192,8 @@ def shape_of(
     config = model_config(model)
     heads = _count(config, "num_attention_heads", model)
     hidden = _count(config, "hidden_size", model)
-    latent, head_dim = 0, default_head_dim(family_of(config), hidden, heads)
+    family = family_of(config)
+    latent, head_dim = 0, default_head_dim(family, hidden, heads)
     if config.get("kv_lora_rank"):
         latent, kv_heads = _latent_size(config, model), 1
         head_dim = sum(_count(config, key, model) for key in ("qk_nope_head_dim", "qk_rope_head_dim"))
@@ -210,7 +210,7 @@ def shape_of(
         latent_size=latent,
         windows=() if latent else _windows(config, model),
         frees_windows=frees_windows,
-        max_context=_count(config, "max_position_embeddings", model),
+        max_context=_count(config, "max_position_embeddings", model, default_positions(family)),
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
     )
 
@@ -223,10 +223,9 @@ def _windows(config: Mapping[str, Any], source: Path) -> tuple[int, ...]:
     if family in ("", "sparse_block"):
         return ()
     try:
-        found = layer_windows(ConfigReader(config, source / "config.json"), family)
+        return layer_windows(ConfigReader(config, source / "config.json"), family)
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
-    return found if any(found) else ()
 
 
 def head_kv_bytes(draft: Path, target: KVShape, steps: int) -> int:

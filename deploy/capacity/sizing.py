@@ -11,9 +11,8 @@ chunks of c tokens, a prefill rate of r tokens/s, a link of B bytes/s and a fixe
 
 Here n is the number of tokens in chunks 0..i, and s the time that attention adds per token and token before
 it. d_i is the bytes of the blocks that chunk i fills; the last chunk includes the remainder. Layers with a
-window move the KV of the prompt's last tokens alone. The hand-off
-lasts from the first announcement to the last block. Its exposed part follows the end of prefill, when token 1
-is sent already.
+window move the KV of the prompt's last tokens alone. The hand-off lasts from the first announcement to the
+last block. Its exposed part follows the end of prefill, when token 1 is sent already.
 
 Workers: prefill by its rate at `PREFILL_BUSY` of its time; decode by Little's law, at most `DECODE_FULL` of
 its places. `split_of` deals a fixed number of GPUs by the same two rates.

@@ -24,7 +24,7 @@ from ...engine.auto_sizes import (
 )
 from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
-from ...engine.kv.budget import PageBudget, WindowBudget
+from ...engine.kv.budget import PageBudget
 from .checkpoints import (
     KVShape,
     RankWeights,
@@ -132,11 +132,13 @@ def need_of(
 
     Raises ConfigError for an unusable config.
     """
-    plain = PrefillConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, window_kv=window_kv, tp=tp)
+    prefill = PrefillConfig(
+        model=str(model), quantize=quantize, kv_dtype=kv_dtype, window_kv=window_kv, tp=tp
+    )
     decode = DecodeConfig(model=str(model), quantize=quantize, kv_dtype=kv_dtype, window_kv=window_kv, tp=tp)
     return ModelNeed(
-        shape=shape_of(model, draft, dtype, kv_dtype, frees_windows=frees_windows(plain)),
-        prefill=worker_need(model, draft, plain, dtype),
+        shape=shape_of(model, draft, dtype, kv_dtype, frees_windows=frees_windows(prefill)),
+        prefill=worker_need(model, draft, prefill, dtype),
         decode=worker_need(model, draft, decode, dtype),
     )
 
@@ -168,7 +170,12 @@ def worker_need(
     shape = shape_of(model, draft, dtype, config.kv_dtype, frees_windows=frees_windows(config))
     tp, num_ranks = config.tensor_ranks, config.num_ranks
     weights = rank_weights(model, shape.dtype_bytes, config.quantize, tp=tp, expert_ranks=num_ranks)
-    target = PageBudget(kv_bytes=_of_rank(shape.full_bytes, shape, tp), windows=_rank_windows(shape, config))
+    of_rank = replace(
+        shape,
+        num_kv_heads=max(shape.num_kv_heads // tp, 1),
+        max_context=config.max_context or shape.max_context,
+    )
+    target = of_rank.page_budget
     if isinstance(config, PrefillConfig):
         loaded, (role, per_token) = None, _prefill_role(config, draft, shape, target)
     else:
@@ -216,22 +223,6 @@ def _decode_role(
         late_rows=late_rows,
     )
     return role, per_token
-
-
-def _of_rank(kv_bytes: int, shape: KVShape, tp: int) -> int:
-    """The part of `kv_bytes` of a token that one of `tp` ranks has."""
-    return kv_bytes * max(shape.num_kv_heads // tp, 1) // shape.num_kv_heads
-
-
-def _rank_windows(shape: KVShape, config: PrefillConfig | DecodeConfig) -> WindowBudget | None:
-    """The window pages of one rank, for pages of a token; None without them."""
-    if not shape.window:
-        return None
-    return WindowBudget(
-        kv_bytes=_of_rank(shape.window_bytes, shape, config.tensor_ranks),
-        window=shape.window,
-        max_context=config.max_context or shape.max_context,
-    )
 
 
 def _expert_ranks(worker: PrefillConfig | DecodeConfig) -> int:

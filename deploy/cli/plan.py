@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from ...cluster.config.fields import Setting, check_fields, flag_of, read_command_line, setting
+from ...cluster.config.groups import WINDOW_KV
 from ...cluster.config.roles import DecodeConfig, PrefillConfig
 from ...cluster.errors import BatonError, ConfigError
 from ...cluster.process.progress import JobProgress
@@ -91,7 +92,7 @@ class PlanConfig:
         Setting(
             help="as of a worker: KV behind the windows of a model that has them; auto: as the workers of "
             "--url do; without --url, freed",
-            choices=(AUTO, "free", "keep"),
+            choices=WINDOW_KV,
         ),
     )
     url: str = setting("", Setting(help="a running cluster to measure", metavar="URL"))
@@ -497,15 +498,16 @@ def with_sizes_of(config: PlanConfig, status: Mapping[str, Any]) -> PlanConfig:
     without window pages keep the KV behind windows.
     """
     chosen: dict[str, int] = {}
-    workers = [sizes for worker in status.get("workers", []) if (sizes := worker.get("chosen"))]
-    if config.window_kv == AUTO and workers:
-        is_free = any("window_pages" in sizes for sizes in workers)
+    told = [
+        (worker.get("role"), sizes) for worker in status.get("workers", []) if (sizes := worker.get("chosen"))
+    ]
+    if config.window_kv == AUTO and told:
+        is_free = any("window_pages" in sizes for _, sizes in told)
         config = replace(config, window_kv="free" if is_free else "keep")
-    for worker in status.get("workers", []):
-        sizes = worker.get("chosen") or {}
+    for role, sizes in told:
         wanted = (
             {"chunk": "chunk_size"}
-            if worker.get("role") == "prefill"
+            if role == "prefill"
             else {"max_running": "max_running", "kv_memory_mb": "kv_memory_mb"}
         )
         for name, size in wanted.items():

@@ -65,8 +65,6 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         },
     }
 )
-
-
 HEAD_DIMS: Mapping[str, int] = MappingProxyType({"qwen3": 128})  # where the key is absent or null
 
 

@@ -167,6 +167,12 @@ def test_doctor_names_a_wrong_window_and_its_remedy(toy_checkpoint, tmp_path, wr
     assert remedy in found.remedy
 
 
+def test_no_number_of_positions_is_that_of_the_family(toy_checkpoint, tmp_path):
+    config = json.loads((toy_checkpoint("qwen2") / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"max_position_embeddings": None}))
+    assert shape_of(tmp_path).max_context == load_model_config(tmp_path).max_position_embeddings == 32768
+
+
 def test_layers_of_unknown_families_are_not_judged(toy_checkpoint, tmp_path):
     config = json.loads((toy_checkpoint("llama") / "config.json").read_text())
     odd = {"architectures": ["OtherForCausalLM"], "layer_types": ["linear_attention"]}
