@@ -1,8 +1,6 @@
 """The two launches of products of `few_experts` for experts with weights of 4 bits.
 
-Each row reads its experts for itself. Unpacking takes as long as reading, so that many small tiles must be
-under way at once, and the inputs of a tile are split: what would be empty columns of a matrix instruction
-holds the other parts of the row, and lines of weights follow each other part by part. Weights are unpacked as
+Each row reads its experts for itself, and its inputs are split, see `packed_product`. Weights are unpacked as
 in `packed_experts`; the order of sums is another.
 
 Legend: T rows, E experts, K experts of a row, H hidden size, I intermediate size of an expert, S tiles whose
@@ -20,59 +18,12 @@ from .expert_mlp import ExpertForm
 from .expert_products import store_expert_tile
 from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import MIN_ROWS, UnscaledRows
-from .packed_experts import PackedMatrices, packed_sums, x_quarter
-from .packed_words import UNIT
+from .packed_experts import PackedMatrices
+from .packed_product import split_product
+from .packed_words import UNIT, unpacks_pairs
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
-
-
-@jit
-def _split_products(
-    p_rows: tl.tensor,
-    m_row: tl.tensor,
-    i_row_split: tl.tensor,
-    p_outs: tl.tensor,
-    p_groups: tl.tensor,
-    m_line: tl.tensor,
-    i_line_split: tl.tensor,
-    SIZE: tl.constexpr,
-    SCALE_STRIDE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    HAS_PAIRS: tl.constexpr,
-    GROUP: tl.constexpr,
-    UNIT: tl.constexpr,
-    LINES: tl.constexpr,
-    ROWS: tl.constexpr,
-) -> tl.tensor:
-    """Products `[LINES, ROWS]` of words with rows of SIZE inputs, of which each line and each row takes one
-    part of SPLITS. Only those of a line with a row of its own split mean anything.
-
-    `p_rows` `[ROWS]`, `p_outs` `[LINES, UNIT]` and `p_groups` `[LINES]`: the first input, words and scale.
-    """
-    PARTS: tl.constexpr = (SIZE + 4 * UNIT - 1) // (4 * UNIT)
-    GROUPS: tl.constexpr = 1 if GROUP == 0 else 4 * UNIT // GROUP
-    IS_EVEN: tl.constexpr = SIZE % (4 * UNIT * SPLITS) == 0
-    i_unit = tl.arange(0, UNIT)
-    b_y = tl.zeros((LINES, ROWS), dtype=tl.float32)
-    for step in range(0, (PARTS + SPLITS - 1) // SPLITS):
-        first = (step * SPLITS + i_row_split)[None, :] * (4 * UNIT)
-        p_inputs, left = p_rows[None, :] + first, SIZE - first
-        b_x0 = x_quarter(p_inputs, i_unit, left, m_row, IS_EVEN)
-        b_x1 = x_quarter(p_inputs, i_unit + UNIT, left, m_row, IS_EVEN)
-        b_x2 = x_quarter(p_inputs, i_unit + 2 * UNIT, left, m_row, IS_EVEN)
-        b_x3 = x_quarter(p_inputs, i_unit + 3 * UNIT, left, m_row, IS_EVEN)
-        i_part = step * SPLITS + i_line_split
-        if not IS_EVEN:
-            i_part = tl.minimum(i_part, PARTS - 1)  # whose rows are 0
-        b_words = tl.load(p_outs + (i_part * UNIT)[:, None])
-        p_part = p_groups + i_part * (GROUPS * SCALE_STRIDE)
-        b_y = packed_sums(
-            b_words, b_x0, b_x1, b_x2, b_x3, p_part, SCALE_STRIDE, m_line, b_y, GROUP, HAS_PAIRS
-        )
-    if GROUP == 0 and HAS_PAIRS:
-        b_y *= 18446744073709551616.0  # 2^64, by which `packed_sums` makes them smaller
-    return b_y
 
 
 @jit_varying("num_slots")
@@ -143,10 +94,10 @@ def _first_packed_kernel(
     i_own = i_half * INNER + tl.minimum(i_out, INNER - 1)
     p_outs = p_words + (expert.to(tl.int64) * (2 * INNER) + i_own)[:, None] * WORDS
     p_groups = p_scales + expert.to(tl.int64) * EXPERT_SCALES + i_own
-    b_y = _split_products(
-        p_x + row * x_stride + i_row * 0, i_row < SPLITS, i_row, p_outs + tl.arange(0, UNIT)[None, :],
-        p_groups, i_out < INNER, i_split, HIDDEN, 2 * INNER, SPLITS, HAS_PAIRS, GROUP, UNIT, LINES,
-        BLOCK_ROWS,
+    i_unit = tl.arange(0, UNIT)
+    b_y = split_product(
+        p_x + row * x_stride + i_row * 0, i_row < SPLITS, i_row, i_unit, p_outs + i_unit[None, :], p_groups,
+        i_out < INNER, i_split, HIDDEN, 2 * INNER, SPLITS, HAS_PAIRS, GROUP, UNIT, UNIT,
     )  # fmt: skip
     release_next(CHAINED)
     b_own = tl.sum(tl.where(i_split[:, None] == i_row[None, :], b_y, 0.0), axis=1)
@@ -217,12 +168,12 @@ def _second_packed_kernel(
     i_row = tl.arange(0, BLOCK_ROWS)
     i_input = tl.minimum(i_row % BLOCK_K, TOP_K - 1)
     i_own = tl.minimum(i_out, HIDDEN - 1)
-    p_outs = p_words + (b_expert * HIDDEN + i_own)[:, None] * WORDS + tl.arange(0, UNIT)[None, :]
+    i_unit = tl.arange(0, UNIT)
+    p_outs = p_words + (b_expert * HIDDEN + i_own)[:, None] * WORDS + i_unit[None, :]
     p_groups = p_scales + b_expert * EXPERT_SCALES + i_own
-    b_y = _split_products(
-        p_inner + (row * TOP_K + i_input) * INNER, i_row < SPLITS * BLOCK_K, i_row // BLOCK_K, p_outs,
-        p_groups, m_line, i_column // BLOCK_K, INNER, HIDDEN, SPLITS, HAS_PAIRS, GROUP, UNIT, LINES,
-        BLOCK_ROWS,
+    b_y = split_product(
+        p_inner + (row * TOP_K + i_input) * INNER, i_row < SPLITS * BLOCK_K, i_row // BLOCK_K, i_unit, p_outs,
+        p_groups, m_line, i_column // BLOCK_K, INNER, HIDDEN, SPLITS, HAS_PAIRS, GROUP, UNIT, UNIT,
     )  # fmt: skip
     release_next(CHAINED)
     dtype: tl.constexpr = p_total.dtype.element_ty
@@ -248,13 +199,6 @@ FIRST_TILE = FewPackedTile(16, 2, 2, 4)
 def second_tile(top_k: int) -> FewPackedTile:
     """The tile of the second products: as many splits as fill the columns of the shortest instruction."""
     return FewPackedTile(8, max(1, MIN_ROWS // next_power_of_2(top_k)), 2, 4)
-
-
-def _has_pairs(x: torch.Tensor, has_pairs: bool | None) -> bool:
-    """Whether words are unpacked by instructions for pairs, for inputs like `x`; `has_pairs` decides if
-    given.
-    """
-    return x.dtype == torch.bfloat16 and (x.is_cuda if has_pairs is None else has_pairs)
 
 
 def first_products(
@@ -307,7 +251,7 @@ def first_products(
         WORDS=num_words,
         EXPERT_SCALES=gate_up.scales.stride(0),
         SQUARES=rows.squares.shape[1],
-        HAS_PAIRS=_has_pairs(rows.z, has_pairs),
+        HAS_PAIRS=unpacks_pairs(rows.z, has_pairs),
         GROUP=gate_up.group,
         UNIT=UNIT,
         BLOCK_EXPERTS=next_power_of_2(num_experts),
@@ -367,7 +311,7 @@ def second_products(
         EXPERT_SCALES=down.scales.stride(0),
         HAS_NORM=norm is not None,
         OFFSET=0.0 if norm is None else norm.offset or 0.0,
-        HAS_PAIRS=_has_pairs(inner, has_pairs),
+        HAS_PAIRS=unpacks_pairs(inner, has_pairs),
         GROUP=down.group,
         UNIT=UNIT,
         BLOCK_OUT=chosen.out,

@@ -14,41 +14,9 @@ import torch
 
 from .combine_experts import combine_experts_triton
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm
-from .fp8_rows import row_outputs, row_values
+from .fp8_rows import by_blocks, line_values, row_outputs, row_values
 from .fp8_scales import BLOCK
 from .triton_jit import cdiv, jit, tl
-
-
-@jit
-def _by_blocks(
-    b_x: tl.tensor,
-    p_scales: tl.tensor,
-    first: tl.tensor,
-    in_size: tl.tensor,
-    HAS_BLOCKS: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    BLOCK_IN: tl.constexpr,
-) -> tl.tensor:
-    """The inputs `b_x` of a row from `first` on times the scales of their blocks, if the weights have blocks.
-    """
-    if HAS_BLOCKS:
-        if BLOCK_IN > SCALE_BLOCK:
-            i_block = first // SCALE_BLOCK + tl.arange(0, BLOCK_IN // SCALE_BLOCK)
-            b_scales = tl.load(p_scales + i_block, mask=i_block * SCALE_BLOCK < in_size, other=0.0)
-            b_wide = tl.broadcast_to(b_scales[:, None], (BLOCK_IN // SCALE_BLOCK, SCALE_BLOCK))
-            b_x *= tl.reshape(b_wide, (BLOCK_IN,))
-        else:
-            b_x *= tl.load(p_scales + first // SCALE_BLOCK)
-    return b_x
-
-
-@jit
-def _values(p_outs: tl.tensor, i_in: tl.tensor, in_size: tl.tensor, IS_EVEN: tl.constexpr) -> tl.tensor:
-    """Stored values `[OUT, IN]` in float32."""
-    if IS_EVEN:
-        return tl.load(p_outs + i_in[None, :], eviction_policy="evict_first").to(tl.float32)
-    else:
-        return tl.load(p_outs + i_in[None, :], mask=(i_in < in_size)[None, :], other=0.0).to(tl.float32)
 
 
 @jit
@@ -97,16 +65,17 @@ def _fp8_expert_rows_kernel(
         i_in = first + i_offset
         b_x = row_values(p_row, i_in, in_size, IS_EVEN)
         # all outputs of a program are in one block of scales, which meet the row
-        b_scaled = _by_blocks(b_x, p_out_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
-        b_y += _values(p_outs, i_in, in_size, IS_EVEN) * b_scaled[None, :]
+        b_scaled = by_blocks(b_x, p_out_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
+        b_y += line_values(p_outs, i_in, in_size, IS_EVEN) * b_scaled[None, :]
         if IS_GATED:
-            b_scaled = _by_blocks(b_x, p_up_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
-            b_up += _values(p_ups, i_in, in_size, IS_EVEN) * b_scaled[None, :]
+            b_scaled = by_blocks(b_x, p_up_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
+            b_up += line_values(p_ups, i_in, in_size, IS_EVEN) * b_scaled[None, :]
     p_own = p_y + slot * out_size
     dtype: tl.constexpr = p_y.dtype.element_ty
     b_total = row_outputs(
-        b_y, b_up, 1.0, p_own_scales, p_scales, i_out, out_size, dtype, False, HAS_BLOCKS, IS_GATED
-    )
+        tl.sum(b_y, axis=1), tl.sum(b_up, axis=1), 1.0, p_own_scales, p_scales, i_out, out_size, dtype, False,
+        HAS_BLOCKS, IS_GATED,
+    )  # fmt: skip
     tl.store(p_own + i_out, b_total.to(dtype), mask=i_out < out_size)
 
 

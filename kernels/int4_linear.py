@@ -2,10 +2,10 @@
 
 Up to MAX_ROWS rows, as in steps that decode and verify, kernels read the packed weight and turn it into
 exact small values in the registers that matrix instructions read. Scales are applied to the sums of each
-group. Hopper GPUs take `int4_wgmma`, or `int4_mma` for few rows of a small weight. Other GPUs take
-`int4_mma` for up to MAX_MMA_ROWS rows. More rows, as in prompts, are multiplied with the dequantised weight
-by the library, and so is everything in float32, on older GPUs and with versions of Triton whose Gluon is
-not known.
+group. Up to four rows take `int4_rows`. Above, Hopper GPUs take `int4_wgmma`, or `int4_mma` for few rows of a
+small weight, and other GPUs `int4_mma` for up to MAX_MMA_ROWS rows. More rows, as in prompts, are multiplied
+with the dequantised weight by the library, and so is everything in float32, on older GPUs and, but for
+`int4_rows`, with versions of Triton whose Gluon is not known.
 
 On a CPU the definition dequantises the weight; `int4_cpu` multiplies weights that are packed for it.
 
@@ -20,7 +20,8 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from . import int4_cpu, int4_mma, int4_wgmma
+from . import int4_cpu, int4_mma, int4_rows, int4_wgmma
+from .int4_rows import Int4Weight
 from .int4_values import VALUES_A_WORD, check_int4, dequantise_int4, unit_of
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
@@ -151,6 +152,9 @@ def int4_linear(
         if has_mma:
             return int4_mma.int4_mma_triton(*parts, is_gated=is_gated, tile_rows=int4_mma.MORE_ROWS)
     else:
+        whole = Int4Weight(weight, groups, bias)
+        if int4_rows.can_run(x, whole):
+            return int4_rows.int4_rows_triton(x, whole, is_gated=is_gated)
         is_few = num_rows <= int4_mma.FEW_ROWS and weight.shape[0] <= int4_mma.NARROW
         if has_mma and (is_few or (not has_wgmma and num_rows <= MAX_MMA_ROWS)):
             return int4_mma.int4_mma_triton(*parts, is_gated=is_gated)

@@ -33,7 +33,7 @@ from .expert_products import (
     store_expert_tile,
 )
 from .mxfp4 import mxfp4_quarters, unpack_mxfp4
-from .packed_words import SPAN, UNIT, dequantise_words, group_scale, integer_quarters
+from .packed_words import SPAN, UNIT, dequantise_words, group_scale, integer_quarters, unpacks_pairs
 from .triton_jit import cdiv, jit, jit_varying, tl
 
 MXFP4 = 0  # in the place of the inputs of a group
@@ -333,7 +333,6 @@ def packed_experts_triton(
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, x.shape[1], dtype=x.dtype, device=x.device)
     source = x if x.stride(1) == 1 else x.contiguous()
-    pairs = x.is_cuda if has_pairs is None else has_pairs
     for matrices, bias, target, slots_a_row in (
         (gate_up, form.gate_up_bias, inner, top_k),
         (down, form.down_bias, outputs, 1),
@@ -360,7 +359,7 @@ def packed_experts_triton(
             IS_GATED=matrices is gate_up,
             IS_EVEN=in_size % SPAN == 0,
             HAS_BIAS=bias is not None,
-            HAS_PAIRS=pairs and x.dtype == torch.bfloat16,
+            HAS_PAIRS=unpacks_pairs(x, has_pairs),
             LIMIT=form.limit,
             ALPHA=form.alpha,
             GROUP=matrices.group,

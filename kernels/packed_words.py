@@ -65,6 +65,13 @@ def dequantise_words(
     return values[:, :in_size].to(dtype)
 
 
+def unpacks_pairs(x: torch.Tensor, has_pairs: bool | None = None) -> bool:
+    """Whether words are unpacked by instructions for pairs, for inputs like `x`; `has_pairs` decides if
+    given.
+    """
+    return x.dtype == torch.bfloat16 and (x.is_cuda if has_pairs is None else has_pairs)
+
+
 @jit
 def integer_quarters(
     b_words: tl.tensor,

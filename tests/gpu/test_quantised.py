@@ -9,7 +9,7 @@ import torch
 from baton.engine.kv.pool import KVPool
 from baton.engine.models.weights import load_model
 from baton.engine.runner.model_runner import ModelRunner
-from baton.kernels import int4_mma, int4_wgmma
+from baton.kernels import int4_mma, int4_rows, int4_wgmma
 from baton.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from baton.kernels.fp8_scales import FP8_ROUNDING
 from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear, int4_linear_reference
@@ -69,14 +69,36 @@ def test_products_with_4_bits_are_near_the_values_for_any_rows(group: int, is_ga
         near(int4_linear(x.cuda(), *on_gpu, None, is_gated, is_invariant=True), expected, 0.01)
 
 
+def check_few_rows(group: int, dtype: torch.dtype) -> None:
+    """Rows and sizes of the kernel of few rows; groups of 32 and float16 go to others."""
+    for out_size, in_size in ((72, 3 * group), (8336, 37 * group), (24648, 5 * group)):
+        parts = int4_weight(out_size, in_size, group)
+        bias = randn(out_size, dtype=dtype, seed=2)
+        wide = torch.full((5, in_size + 4), float("nan"), dtype=dtype)
+        wide[:, :in_size] = randn(5, in_size, dtype=dtype)
+        weight = int4_rows.Int4Weight(*(part.cuda() for part in parts))
+        for count in range(1, int4_rows.MAX_ROWS + 1):
+            x = wide.cuda()[:count, :in_size]
+            assert int4_rows.can_run(x, weight) is (group >= 64 and dtype == torch.bfloat16)
+            for is_gated, given in ((False, bias), (True, None), (True, bias)):
+                wide_bias = None if given is None else given.float()
+                expected = int4_linear_reference(wide[:count, :in_size].float(), *parts, wide_bias, is_gated)
+                y = int4_linear(x, *weight[:2], None if given is None else given.cuda(), is_gated)
+                near_everywhere(y, expected, 0.006 if dtype == torch.bfloat16 else 0.001)
+
+
 @pytest.mark.parametrize(
-    ("group", "dtype"), [(32, torch.bfloat16), (64, torch.float16), (128, torch.bfloat16)]
+    ("group", "dtype"),
+    [(32, torch.bfloat16), (64, torch.float16), (64, torch.bfloat16), (128, torch.bfloat16)],
 )
-@pytest.mark.parametrize("kernel", ["mma", "wgmma", "values"])
+@pytest.mark.parametrize("kernel", ["rows", "mma", "wgmma", "values"])
 def test_kernels_of_4_bits_take_any_rows_and_sizes(kernel: str, group: int, dtype: torch.dtype):
     """Columns beside x are NaN. Outputs fill no tile, and units no split. The widest weight has so many
     programs that they take other tiles.
     """
+    if kernel == "rows":
+        check_few_rows(group, dtype)
+        return
     module = {"mma": int4_mma, "wgmma": int4_wgmma}.get(kernel)
     if module is not None and not module.can_run(torch.device("cuda"), dtype):
         pytest.skip("needs a GPU and a Gluon with these instructions")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
-from baton.kernels import expert_mlp, int4_linear, int4_mma, int4_wgmma
+from baton.kernels import expert_mlp, int4_linear, int4_mma, int4_rows, int4_wgmma
 from baton.tests.gpu.test_warmup import MAX_BATCH, MAX_RUNNING, Workload, nothing_late
 from baton.tests.parity.quant_toys import write_quantised
 
@@ -26,6 +26,7 @@ SHAPE = {
 # (module, launcher) of the kernels that a workload must reach
 REACHED = {
     "int4": (
+        (int4_rows, "int4_rows_triton"), (int4_rows, "sum_int4_triton"), (int4_rows, "scaled_int4_triton"),
         (int4_mma, "int4_mma_triton"), (int4_wgmma, "int4_wgmma_triton"),
         (int4_linear, "dequantise_int4_triton"),
     ),

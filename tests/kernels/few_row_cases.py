@@ -7,6 +7,7 @@ import torch
 from baton.kernels import (
     few_experts,
     fp8_rows,
+    int4_rows,
     kv_store,
     latent_step,
     normed_linear,
@@ -24,6 +25,7 @@ from baton.kernels.route_experts import Routing
 from baton.kernels.silu_mul import silu_mul_reference
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
+from baton.tests.kernels.quant_cases import int4_weight
 from baton.tests.kernels.quant_expert_cases import packed_experts_of
 
 SMALL_TILE = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
@@ -149,6 +151,51 @@ def check_norm_between_fp8_products(
         y = fp8_rows.scaled_fp8_triton(rows, moved[1], is_gated=is_gated, shape=shape)
         given = values[1], None if weights[1].bias is None else weights[1].bias.float()
         expected = normed_linear.scaled_linear_reference(kept._replace(z=kept.z.float()), *given).to(dtype)
+        assert_close(y, silu_mul_reference(expected) if is_gated else expected, bfloat16=3.2e-2)
+
+
+def check_norm_between_int4_products(
+    device: str, sizes: tuple[int, int, int], group: int, tile: tuple[int, int], has_bias: bool,
+    dtype: torch.dtype,
+) -> None:  # fmt: skip
+    """As `check_norm_between_products`, also with what each of its operations gives by itself."""
+    num_rows, in_size, width = sizes
+    wide = torch.full((num_rows + 1, in_size + 3), NAN, dtype=dtype)
+    wide[:num_rows, :in_size] = randn(num_rows, in_size, dtype=dtype)
+    residual = 3 * randn(num_rows, width, dtype=dtype, seed=4)
+    norm = NextNorm(1 + 0.3 * randn(width, dtype=dtype, seed=5), 1e-2, 1.0)
+    biases = [randn(n, dtype=dtype, seed=3) if has_bias else None for n in (width, 2 * 28)]
+    weights = [
+        int4_rows.Int4Weight(*int4_weight(out, inner, group), bias)
+        for (out, inner), bias in zip(((width, in_size), (2 * 28, width)), biases, strict=True)
+    ]
+    moved = [
+        int4_rows.Int4Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights
+    ]
+    shape = int4_rows.Int4Tile(out=tile[0], splits=tile[1], num_warps=4, num_stages=3)
+    x, packed = wide.to(device)[:num_rows, :in_size], wide[:num_rows, :in_size].contiguous()
+    total, rows = int4_rows.sum_int4_triton(
+        x, moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)), tile=shape
+    )
+    exact = int4_rows.Int4Weight.values(weights[0], FLOAT32), int4_rows.Int4Weight.values(weights[1], FLOAT32)
+    plain = torch.nn.functional.linear(packed.float(), exact[0])
+    plain = (plain if biases[0] is None else plain + biases[0].float()).to(dtype)
+    assert rows is not None
+    assert_close(total, plain + residual, bfloat16=3.2e-2)
+    assert_close(rows.z, ((plain + residual).float() * (1 + norm.weight.float())).to(dtype), bfloat16=6e-2)
+    mean = total.cpu().float().pow(2).mean(1, keepdim=True)
+    torch.testing.assert_close(rows.scale().cpu(), torch.rsqrt(mean + 1e-2), atol=1e-5, rtol=1e-5)
+    last, nothing = int4_rows.sum_int4_triton(x, moved[0], residual.to(device), None, tile=shape)
+    assert nothing is None
+    assert torch.equal(last, total)
+    kept = normed_linear.UnscaledRows(rows.z.cpu().float(), rows.squares.cpu(), rows.eps)
+    for is_gated in (False, True):
+        bias = None if biases[1] is None else biases[1].float()
+        y = int4_rows.scaled_int4_triton(rows, moved[1], is_gated=is_gated, tile=shape)
+        expected = normed_linear.scaled_linear_reference(kept, exact[1], bias).to(dtype)
+        assert_close(y, silu_mul_reference(expected) if is_gated else expected, bfloat16=3.2e-2)
+        y = int4_rows.int4_rows_triton(rows.z, moved[1], is_gated=is_gated, tile=shape)
+        expected = torch.nn.functional.linear(kept.z, exact[1], bias).to(dtype)
         assert_close(y, silu_mul_reference(expected) if is_gated else expected, bfloat16=3.2e-2)
 
 
@@ -321,3 +368,9 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         (False, True, FLOAT32), (True, False, FLOAT32), (False, False, BFLOAT16), (True, True, BFLOAT16),
     ):  # fmt: skip
         yield check_norm_between_fp8_products, (has_blocks, has_bias, dtype)
+    for sizes, group, tile, has_bias, dtype in (
+        ((1, 512, 384), 128, (16, 8), False, BFLOAT16), ((3, 640, 256), 128, (16, 4), True, BFLOAT16),
+        ((8, 192, 192), 64, (128, 1), True, BFLOAT16), ((5, 192, 320), 64, (32, 4), False, torch.float16),
+        ((1, 512, 256), 256, (16, 4), True, FLOAT32), ((2, 320, 320), 320, (16, 8), True, BFLOAT16),
+    ):  # fmt: skip
+        yield check_norm_between_int4_products, (sizes, group, tile, has_bias, dtype)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from baton.engine.warmup.variants import sizes
-from baton.kernels import int4_cpu, int4_fragments, int4_mma, mxfp4
+from baton.kernels import int4_cpu, int4_fragments, int4_mma, int4_rows, mxfp4
 from baton.kernels.int4_linear import MAX_MMA_ROWS, MAX_ROWS, int4_linear
 from baton.kernels.int4_values import (
     UNITS,
@@ -130,13 +130,15 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[Launch]]:
         capability: tuple[int, int],
         *,
         is_gated: bool = False,
+        group: int = 128,
+        dtype: torch.dtype = torch.bfloat16,
         **options: bool,
     ) -> list[Launch]:
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
         with FakeTensorMode(), planned_launches() as found:
-            x = torch.empty(num_rows, IN, dtype=torch.bfloat16, device="cuda")
+            x = torch.empty(num_rows, IN, dtype=dtype, device="cuda")
             weight = torch.empty(num_weights, IN // 8, dtype=torch.int32, device="cuda")
-            groups = torch.empty(IN // 128, num_weights, dtype=torch.int32, device="cuda")
+            groups = torch.empty(IN // group, num_weights, dtype=torch.int32, device="cuda")
             y = int4_linear(x, weight, groups, None, is_gated, **options)
             assert y.shape == (num_rows, num_weights // 2 if is_gated else num_weights)
         return found
@@ -150,8 +152,15 @@ def names(launches: list[Launch]) -> list[str]:
 
 def test_rows_and_devices_choose_the_kernel(plan: Callable[..., list[Launch]]):
     wgmma, split = ["_int4_wgmma_kernel"], ["_int4_wgmma_kernel", "_add_splits_kernel"]
-    assert names(plan(1, NARROW_OUT, (9, 0))) == ["_int4_mma_kernel"]
-    assert names(plan(1, WIDE_OUT, (9, 0), is_gated=True)) == wgmma
+    few = ["_int4_rows_kernel"]
+    for count, is_gated in ((1, False), (3, True), (int4_rows.MAX_ROWS, False)):
+        for capability in ((8, 0), (9, 0), (10, 0)):
+            assert names(plan(count, WIDE_OUT, capability, is_gated=is_gated)) == few
+    more = int4_rows.MAX_ROWS + 1
+    assert names(plan(more, NARROW_OUT, (9, 0))) == ["_int4_mma_kernel"]
+    assert names(plan(more, WIDE_OUT, (9, 0), is_gated=True)) == wgmma
+    assert names(plan(1, NARROW_OUT, (9, 0), group=32)) == ["_int4_mma_kernel"]
+    assert names(plan(1, NARROW_OUT, (9, 0), dtype=torch.float16)) == ["_int4_mma_kernel"]
     assert names(plan(9, NARROW_OUT, (9, 0))) == split
     assert names(plan(MAX_ROWS, WIDE_OUT, (9, 0), is_gated=True)) == wgmma
     assert names(plan(MAX_ROWS + 1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
@@ -165,7 +174,7 @@ def test_a_gluon_that_is_not_known_is_not_used(
     plan: Callable[..., list[Launch]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(int4_fragments, "has_gluon", lambda: False)
-    assert names(plan(1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
+    assert names(plan(int4_rows.MAX_ROWS + 1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
 
 
 def test_products_that_do_not_depend_on_the_rows_take_one_variant(plan: Callable[..., list[Launch]]):
@@ -187,7 +196,7 @@ def test_variants_of_all_rows_are_those_that_a_dry_run_meets(
 ):
     for capability in ((9, 0), (8, 0)):
         planned = {launch.variant for count in sizes(512) for launch in plan(count, num_weights, capability)}
-        for count in (3, 5, 7, 9, 15, 17, 31, 33, 63, 65, 100, 127, 129, 200, 255, 257, 300):
+        for count in (1, 2, 3, 4, 5, 7, 9, 15, 17, 31, 33, 63, 65, 100, 127, 129, 200, 255, 257, 300):
             for launch in plan(count, num_weights, capability):
                 assert launch.variant in planned, (count, launch.variant)
 
@@ -205,7 +214,12 @@ def test_the_kernel_for_older_gpus_compiles_for_an_a100(compiled_for_a100: list[
                     None,
                     is_gated=is_gated,
                 )
-    assert len(compiled_for_a100) == 18
+    for is_gated in (False, True):
+        for num_rows in range(1, int4_rows.MAX_ROWS + 1):
+            words, groups = torch.zeros(NARROW_OUT, IN // 8).int(), torch.zeros(IN // 128, NARROW_OUT).int()
+            weight, x = int4_rows.Int4Weight(words, groups), torch.zeros(num_rows, IN, dtype=torch.bfloat16)
+            int4_rows.int4_rows_triton(x, weight, is_gated=is_gated, has_pairs=True)
+    assert len(compiled_for_a100) == 18 + 2 * int4_rows.MAX_ROWS
     for _, kernel in compiled_for_a100:
         assert "mma.sync" in kernel.asm["ptx"]
         assert "griddepcontrol" not in kernel.asm["ptx"]

@@ -31,6 +31,8 @@ from baton.kernels.fp8_scales import BLOCK, FP8
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.int4_linear import dequantise_int4_triton
 from baton.kernels.int4_mma import int4_mma_triton
+from baton.kernels.int4_rows import MAX_ROWS as MOST_INT4_ROWS
+from baton.kernels.int4_rows import Int4Weight, scaled_int4_triton, sum_int4_triton
 from baton.kernels.int4_wgmma import int4_wgmma_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
@@ -274,6 +276,12 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     _, rows = sum_fp8_triton(x[:1], eighths, x[:1], norm)
     for is_gated in (False, True):
         scaled_fp8_triton(rows, eighths, is_gated=is_gated)
+    quarters = Int4Weight(torch.zeros(2048, 256, dtype=torch.int32), torch.zeros(16, 2048).int())
+    for count in range(1, MOST_INT4_ROWS + 1):
+        _, few = sum_int4_triton(weight[:count, :2048], quarters, weight[:count, :2048], norm, has_pairs=True)
+        for is_gated in (False, True):
+            scaled_int4_triton(few, quarters, is_gated=is_gated, has_pairs=True)
+            assert "fma.rn.bf16x2" in compiled_for_h200[-1][1].asm["ptx"]
     shared = torch.zeros(5632, 2048, dtype=torch.bfloat16), torch.zeros(2048, 2816, dtype=torch.bfloat16)
     up, down = (torch.zeros(6, *shape, dtype=torch.bfloat16) for shape in ((2816, 2048), (2048, 1408)))
     routing = Routing(top_k=6, is_normalised=False)
@@ -300,8 +308,8 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     q = prepare_latents_triton(latents, 1, table[0, :1], new, made, sizes)
     attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
     assert {name for name, _ in compiled_for_h200} == {
-        "_normed_kernel", "_skinny_kernel", "_fp8_rows_kernel", "_logits_kernel", "_first_kernel",
-        "_second_kernel", "_first_packed_kernel", "_second_packed_kernel", "_prepare_kernel",
+        "_normed_kernel", "_skinny_kernel", "_fp8_rows_kernel", "_int4_rows_kernel", "_logits_kernel",
+        "_first_kernel", "_second_kernel", "_first_packed_kernel", "_second_packed_kernel", "_prepare_kernel",
         "_latent_kernel", "_values_kernel", "_rotary_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)

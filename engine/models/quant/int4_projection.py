@@ -15,8 +15,11 @@ Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQM
 import torch
 
 from ....kernels import int4_cpu
+from ....kernels.int4_rows import MAX_ROWS, Int4Weight, can_join, scaled_int4, sum_int4
 from ....kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
+from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_int4_linear
+from ....kernels.rms_norm import NextNorm
 from ....kernels.row_ops import gate_of
 from ...errors import CheckpointError
 from .config import Int4Form
@@ -130,20 +133,37 @@ class Int4Projection:
         self._is_for_cpu = not is_invariant and int4_cpu.can_pack(
             torch.device(device), dtype, out_size, form.group_size
         )
+        is_joined = can_join(dtype, self.unit) and not self._is_for_cpu
+        self.joined_rows = MAX_ROWS if is_joined else 0
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
         return self._product(x, is_gated=False)
 
-    def gated(self, x: torch.Tensor, is_gelu: bool = False) -> torch.Tensor:
+    def gated(self, x: torch.Tensor | UnscaledRows, is_gelu: bool = False) -> torch.Tensor:
         """As `Projection.gated`."""
         if is_gelu:
+            assert isinstance(x, torch.Tensor)
             return gate_of(self(x), is_gelu=True, is_invariant=self.is_invariant)
         return self._product(x, is_gated=True)
 
-    def _product(self, x: torch.Tensor, *, is_gated: bool) -> torch.Tensor:
-        x = x if self.order is None else x.index_select(1, self.order)
+    def add(
+        self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None
+    ) -> tuple[torch.Tensor, UnscaledRows | None]:
+        """As `JoinedProjection.add`."""
+        return sum_int4(self._in_order(x), self._joined, residual, norm)
+
+    @property
+    def _joined(self) -> Int4Weight:
+        return Int4Weight(self.weight, self.groups, self.bias)
+
+    def _in_order(self, x: torch.Tensor) -> torch.Tensor:
+        return x if self.order is None else x.index_select(1, self.order)
+
+    def _product(self, x: torch.Tensor | UnscaledRows, *, is_gated: bool) -> torch.Tensor:
+        if isinstance(x, UnscaledRows):
+            return scaled_int4(x._replace(z=self._in_order(x.z)), self._joined, is_gated=is_gated)
         return recorded_int4_linear(
-            x,
+            self._in_order(x),
             self.weight,
             self.groups,
             self.bias,

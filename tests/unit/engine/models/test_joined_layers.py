@@ -20,7 +20,7 @@ from baton.engine.speculative.drafters.eagle3_head import DraftPhase
 from baton.engine.speculative.drafters.eagle3_weights import load_eagle3
 from baton.engine.speculative.drafters.spec_config import load_draft_config
 from baton.engine.speculative.drafting.choice import DraftSampling
-from baton.kernels import fp8_linear, skinny_linear
+from baton.kernels import int4_cpu, skinny_linear
 from baton.kernels.few_experts import few_experts
 from baton.kernels.fp8_scales import FP8
 from baton.kernels.kv_store import kv_rows
@@ -61,7 +61,11 @@ FAMILIES = {
     | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
     "head_dim": 16}, }  # fmt: skip
 FAMILIES["qwen3-moe in 4 bits"] = FAMILIES["qwen3-moe"] | {"hidden_size": 128, "moe_intermediate_size": 128}
-QUANTISED = {"llama in 8 bits": "fp8", "gpt-oss in 4 bits": "mxfp4", "qwen3-moe in 4 bits": "int4"}
+FAMILIES["llama in 4 bits"] = FAMILIES["llama"] | {"intermediate_size": 256}
+QUANTISED = {
+    "llama in 8 bits": "fp8", "gpt-oss in 4 bits": "mxfp4", "qwen3-moe in 4 bits": "int4",
+    "llama in 4 bits": "int4",
+}  # fmt: skip
 
 
 def model_of(
@@ -69,7 +73,9 @@ def model_of(
 ) -> CausalLM:
     form = QUANTISED.get(family, "none")
     monkeypatch.setitem(SHAPES, family, FAMILIES[family])
-    monkeypatch.setitem(FORMS, "int4", FORMS["int4"] | {"modules_to_not_convert": ["self_attn"]})
+    if family == "qwen3-moe in 4 bits":
+        monkeypatch.setitem(FORMS, "int4", FORMS["int4"] | {"modules_to_not_convert": ["self_attn"]})
+    monkeypatch.setattr(int4_cpu, "can_pack", lambda *given: False)
     folder = Path(mkdtemp(dir=tmp_path))
     model = build_model(target_config(family, "", folder, form), dtype=dtype, joins=joins)
     generator = torch.Generator().manual_seed(0)
@@ -111,9 +117,12 @@ def slow_but(quick: set[tuple[object, ...]], cases: Iterable[tuple[object, ...]]
 
 
 # Requests and rows of each: as many as are joined.
-MOST_ROWS = {"llama in 8 bits": (1, 1), "gpt-oss in 4 bits": (2, 1), "qwen3-moe in 4 bits": (2, 1)}
+MOST_ROWS = {
+    "llama in 8 bits": (1, 1), "llama in 4 bits": (2, 2), "gpt-oss in 4 bits": (2, 1),
+    "qwen3-moe in 4 bits": (2, 1),
+}  # fmt: skip
 WITH_EXPERTS = ("qwen3-moe", "gpt-oss", "deepseek-v2")
-QUICK = ("llama", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
+QUICK = ("llama", "llama in 4 bits", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
 NAMES = (("norms",), ("norms", "experts"), ("latents",), JOIN_NAMES)
 
 
@@ -157,7 +166,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
-        patch.setattr(fp8_linear, "_is_native", lambda device: True)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
         with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned, CountOps() as counted:
             yield found
         found += [launch.kernel.__name__ for launch in planned] + counted.names
@@ -190,6 +199,8 @@ LIMITS = {
     ("llama", ""): 6,
     ("llama in 8 bits", "none"): 9,
     ("llama in 8 bits", ""): 7,
+    ("llama in 4 bits", "none"): 9,
+    ("llama in 4 bits", ""): 7,
     ("qwen3-moe", "none"): 12,
     ("qwen3-moe", "norms"): 12,
     ("qwen3-moe", ""): 8,
