@@ -1,6 +1,6 @@
 """Projections with weights of 8-bit floating point: y = x W^T + b, optionally with the gate of a SwiGLU MLP.
 
-The definition multiplies rows with the values of the weights. For one row `fp8_rows` does that. More rows
+The definition multiplies rows with the values of the weights. For few rows `fp8_rows` does that. More rows
 are rounded to 8 bits themselves, each row with a scale of its own (in blocks of 128 inputs if the weight
 has blocks), and multiplied by 8-bit matrix instructions: weights are never converted, and prompts take half
 the time. Up to MAX_ROWS rows, as in decode steps, a kernel with the gate in it streams the weight once; for
@@ -20,8 +20,9 @@ import torch
 import torch.nn.functional as F
 
 from .chained_launch import chained, release_next, wait_for_previous
+from .fp8_few_rows import most_rows
 from .fp8_rows import fp8_rows_triton
-from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
+from .fp8_scales import BLOCK, FP8, Fp8Weight, check_scales, dequantise_fp8
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
 from .quantise_rows import quantise_rows
@@ -413,8 +414,8 @@ def fp8_linear(
         return (_invariant if x.is_cuda else fp8_linear_rows)(x, weight, scales, bias, is_gated)
     if not x.is_cuda or x.dtype == torch.float32 or not _is_native(x.device):
         return fp8_linear_reference(x, weight, scales, bias, is_gated)
-    if x.shape[0] == 1:
-        return fp8_rows_triton(x, weight, scales, bias, is_gated=is_gated)
+    if x.shape[0] <= most_rows(x.dtype):
+        return fp8_rows_triton(x, Fp8Weight(weight, scales, bias), is_gated=is_gated)
     if x.shape[0] <= MAX_ROWS:
         return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True)
     y = _many_rows(x, weight, scales, bias)

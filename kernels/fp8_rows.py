@@ -1,9 +1,9 @@
-"""Projections of one row with weights of 8-bit floating point: y = x W^T + b, optionally gated, and with the
-residual sums and norms of `normed_linear`.
+"""Projections of few rows with weights of 8-bit floating point: y = x W^T + b, optionally gated, and with the
+residual sums and norms of `normed_linear`. Rows are not rounded to 8 bits.
 
 A matrix instruction pads one row to 8 or more, whose tiles would be loaded for one. Here each thread
 multiplies the values that it loads with those of the row and adds them in float32, so that nothing but the
-weight is moved, and the row is not rounded to 8 bits. From two rows on, matrix instructions are faster.
+weight is moved. From two rows on, `fp8_few_rows` is faster.
 
 Legend: N outputs, H inputs, S tiles whose squares were summed.
 """
@@ -15,22 +15,13 @@ from typing import NamedTuple
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .fp8_scales import BLOCK, dequantise_fp8
+from .fp8_few_rows import MAX_ROWS, few_rows_product, few_rows_tile
+from .fp8_scales import BLOCK, Fp8Weight, dequantise_fp8
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .rms_norm import NextNorm
 from .row_product import load_residual, load_squares, store_sum
 from .silu_mul import activated
 from .triton_jit import cdiv, jit, next_power_of_2, tl
-
-
-class Fp8Weight(NamedTuple):
-    """A weight e4m3 `[N, H]` with its `scales`, in one of the forms of `fp8_scales`, and bias `[N]` or
-    None.
-    """
-
-    values: torch.Tensor
-    scales: torch.Tensor
-    bias: torch.Tensor | None = None
 
 
 @jit
@@ -276,20 +267,17 @@ def _launch(
 
 
 def fp8_rows_triton(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    scales: torch.Tensor,
-    bias: torch.Tensor | None = None,
-    *,
-    is_gated: bool = False,
-    shape: RowsShape | None = None,
+    x: torch.Tensor, weight: Fp8Weight, *, is_gated: bool = False, shape: RowsShape | None = None
 ) -> torch.Tensor:
-    """Launch with checked arguments of `fp8_linear.fp8_linear`, for one row."""
-    num_rows = x.shape[0]
-    assert num_rows == 1, num_rows
-    y = torch.empty(1, weight.shape[0] // (2 if is_gated else 1), dtype=x.dtype, device=x.device)
-    tile = rows_shape(is_gated) if shape is None else shape
-    _launch(UnscaledRows(x, y[:, :1], 0.0), Fp8Weight(weight, scales, bias), y, tile, is_gated=is_gated)
+    """Launch with checked arguments of `fp8_linear.fp8_linear`, for up to MAX_ROWS rows. `shape`: of one
+    row.
+    """
+    if x.shape[0] != 1:
+        tile = few_rows_tile(x.shape[0], is_gated=is_gated)
+        return few_rows_product(x, weight).plain(x, tile, is_gated=is_gated)
+    y = torch.empty(1, weight.values.shape[0] // (2 if is_gated else 1), dtype=x.dtype, device=x.device)
+    chosen = rows_shape(is_gated) if shape is None else shape
+    _launch(UnscaledRows(x, y[:, :1], 0.0), weight, y, chosen, is_gated=is_gated)
     return y
 
 
@@ -301,42 +289,48 @@ def sum_fp8_triton(
     *,
     shape: RowsShape | None = None,
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
-    """Launch; arguments as in `sum_fp8`. Raises ValueError as it does."""
+    """Launch; arguments as in `sum_fp8`. `shape`: of one row. Raises ValueError as it does."""
     _check(x, weight)
-    tile = rows_shape(False, is_joined=True) if shape is None else shape
+    if x.shape[0] != 1:
+        tile = few_rows_tile(x.shape[0], is_gated=False)
+        return few_rows_product(x, weight).summed(x, residual, norm, tile)
+    chosen = rows_shape(False, is_joined=True) if shape is None else shape
     total = torch.empty_like(residual, memory_format=torch.contiguous_format)
     z = total if norm is None else torch.empty_like(total)
-    squares = torch.empty(1, cdiv(total.shape[1], tile.out), dtype=torch.float32, device=x.device)
+    squares = torch.empty(1, cdiv(total.shape[1], chosen.out), dtype=torch.float32, device=x.device)
     sums = residual.contiguous(), norm, z, squares
-    _launch(UnscaledRows(x, squares[:, :1], 0.0), weight, total, tile, sums=sums)
+    _launch(UnscaledRows(x, squares[:, :1], 0.0), weight, total, chosen, sums=sums)
     return total, None if norm is None else UnscaledRows(z, squares, norm.eps)
 
 
 def scaled_fp8_triton(
     rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False, shape: RowsShape | None = None
 ) -> torch.Tensor:
-    """Launch; arguments as in `scaled_fp8`. Raises ValueError as it does."""
+    """Launch; arguments as in `scaled_fp8`. `shape`: of one row. Raises ValueError as it does."""
     _check(rows.z, weight)
+    if rows.z.shape[0] != 1:
+        tile = few_rows_tile(rows.z.shape[0], is_gated=is_gated)
+        return few_rows_product(rows.z, weight).scaled(rows, tile, is_gated=is_gated)
     out_size = weight.values.shape[0] // (2 if is_gated else 1)
     y = torch.empty(1, out_size, dtype=rows.z.dtype, device=rows.z.device)
     has_blocks = weight.scales.dim() == 2
-    tile = rows_shape(is_gated, True, has_blocks) if shape is None else shape
-    _launch(rows, weight, y, tile, is_scaled=True, is_gated=is_gated)
+    chosen = rows_shape(is_gated, True, has_blocks) if shape is None else shape
+    _launch(rows, weight, y, chosen, is_scaled=True, is_gated=is_gated)
     return y
 
 
 def _check(x: torch.Tensor, weight: Fp8Weight) -> None:
-    if x.shape != (1, weight.values.shape[1]):
+    if x.dim() != 2 or x.shape[1] != weight.values.shape[1] or x.shape[0] > MAX_ROWS:
         raise ValueError(
-            f"normed fp8: rows {tuple(x.shape)} do not fit weight {tuple(weight.values.shape)}; expected one "
-            "row, [1, H] and [N, H]"
+            f"normed fp8: rows {tuple(x.shape)} do not fit weight {tuple(weight.values.shape)}; expected up "
+            f"to {MAX_ROWS} rows, [T, H] and [N, H]"
         )
 
 
 def sum_fp8(
     x: torch.Tensor, weight: Fp8Weight, residual: torch.Tensor, norm: NextNorm | None
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
-    """As `normed_linear.sum_linear`, for one row. Raises ValueError for more, or other sizes."""
+    """As `normed_linear.sum_linear`, for up to MAX_ROWS rows. Raises ValueError for more, or other sizes."""
     if x.is_cuda:
         return sum_fp8_triton(x, weight, residual, norm)
     _check(x, weight)
@@ -345,7 +339,9 @@ def sum_fp8(
 
 
 def scaled_fp8(rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False) -> torch.Tensor:
-    """As `normed_linear.scaled_linear`, for one row. Raises ValueError for more, or other sizes."""
+    """As `normed_linear.scaled_linear`, for up to MAX_ROWS rows. Raises ValueError for more, or other
+    sizes.
+    """
     if rows.z.is_cuda:
         return scaled_fp8_triton(rows, weight, is_gated=is_gated)
     _check(rows.z, weight)

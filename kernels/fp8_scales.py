@@ -10,6 +10,8 @@ Formats: Micikevicius et al., "FP8 formats for deep learning", 2022; blocks: Dee
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 from .triton_jit import jit, tl
@@ -20,6 +22,14 @@ BLOCK = 128
 # Half the distance of two neighbours, relative to the smaller: 3 bits of mantissa. The smallest step is 2^-9.
 FP8_ROUNDING = 2.0**-4
 FP8_STEP = 2.0**-9
+
+
+class Fp8Weight(NamedTuple):
+    """A weight e4m3 `[N, H]` with its `scales`, in one of both forms, and bias `[N]` or None."""
+
+    values: torch.Tensor
+    scales: torch.Tensor
+    bias: torch.Tensor | None = None
 
 
 def to_fp8(values: torch.Tensor) -> torch.Tensor:

@@ -21,7 +21,8 @@ from baton.kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm, expert_mlp
 from baton.kernels.few_experts import FewExperts, FewTile, few_experts_triton, router_logits_triton
 from baton.kernels.few_packed_experts import FewPackedTile, first_products, second_products
 from baton.kernels.fp8_linear import fp8_linear
-from baton.kernels.fp8_rows import Fp8Weight, RowsShape, scaled_fp8_triton, sum_fp8_triton
+from baton.kernels.fp8_rows import RowsShape, scaled_fp8_triton, sum_fp8_triton
+from baton.kernels.fp8_scales import Fp8Weight
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.latent_attention import absorb, latent_verify, project_values
 from baton.kernels.latent_step import LatentRows, LatentSizes, attend_latents_triton, prepare_latents_triton

@@ -15,10 +15,11 @@ from baton.kernels import (
     rotary_product,
     rotate_store,
     skinny_linear,
+    split_rows,
 )
 from baton.kernels.expert_mlp import ExpertForm
 from baton.kernels.few_experts import FewExperts
-from baton.kernels.fp8_scales import BLOCK, FP8, dequantise_fp8, raw
+from baton.kernels.fp8_scales import BLOCK, FP8, Fp8Weight, dequantise_fp8, raw
 from baton.kernels.packed_experts import MXFP4, PackedMatrices
 from baton.kernels.rms_norm import NextNorm
 from baton.kernels.route_experts import Routing
@@ -120,9 +121,9 @@ def check_rotary_product(
 
 
 def check_norm_between_fp8_products(
-    device: str, has_blocks: bool, has_bias: bool, dtype: torch.dtype
+    device: str, num_rows: int, has_blocks: bool, has_bias: bool, dtype: torch.dtype
 ) -> None:
-    """As `check_norm_between_products`, of one row."""
+    """As `check_norm_between_products`."""
     in_size, width, outputs = 300, 140, 256
     weights = []
     for seed, (rows, columns) in enumerate(((width, in_size), (outputs, width))):
@@ -130,11 +131,11 @@ def check_norm_between_fp8_products(
         shape = (-(-rows // BLOCK), -(-columns // BLOCK)) if has_blocks else (rows,)
         scales = (1 + randn(*shape, seed=seed + 2).abs()) / 64 / columns**0.5
         bias = randn(rows, dtype=dtype, seed=seed + 4) if has_bias else None
-        weights.append(fp8_rows.Fp8Weight(values, scales, bias))
-    x, residual = randn(1, in_size, dtype=dtype, seed=6), randn(1, width, dtype=dtype, seed=7)
+        weights.append(Fp8Weight(values, scales, bias))
+    x, residual = (randn(num_rows, n, dtype=dtype, seed=6) for n in (in_size, width))
     norm = NextNorm(1 + 0.3 * randn(width, dtype=dtype, seed=8), 1e-2)
     shape = fp8_rows.RowsShape(out=4, inner=128, num_warps=4, num_stages=2)
-    moved = [fp8_rows.Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights]
+    moved = [Fp8Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights]
     total, rows = fp8_rows.sum_fp8_triton(
         x.to(device), moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)),
         shape=shape,
@@ -172,7 +173,7 @@ def check_norm_between_int4_products(
     moved = [
         int4_rows.Int4Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights
     ]
-    shape = int4_rows.Int4Tile(out=tile[0], splits=tile[1], num_warps=4, num_stages=3)
+    shape = split_rows.SplitTile(out=tile[0], splits=tile[1], num_warps=4, num_stages=3)
     x, packed = wide.to(device)[:num_rows, :in_size], wide[:num_rows, :in_size].contiguous()
     total, rows = int4_rows.sum_int4_triton(
         x, moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)), tile=shape
@@ -367,10 +368,11 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for has_blocks, has_bias, dtype in (
         (False, True, FLOAT32), (True, False, FLOAT32), (False, False, BFLOAT16), (True, True, BFLOAT16),
     ):  # fmt: skip
-        yield check_norm_between_fp8_products, (has_blocks, has_bias, dtype)
+        for num_rows in (1, 3, 8):
+            yield check_norm_between_fp8_products, (num_rows, has_blocks, has_bias, dtype)
     for sizes, group, tile, has_bias, dtype in (
         ((1, 512, 384), 128, (16, 8), False, BFLOAT16), ((3, 640, 256), 128, (16, 4), True, BFLOAT16),
-        ((8, 192, 192), 64, (128, 1), True, BFLOAT16), ((5, 192, 320), 64, (32, 4), False, torch.float16),
+        ((4, 192, 192), 64, (128, 1), True, BFLOAT16), ((2, 192, 320), 64, (32, 4), False, torch.float16),
         ((1, 512, 256), 256, (16, 4), True, FLOAT32), ((2, 320, 320), 320, (16, 8), True, BFLOAT16),
     ):  # fmt: skip
         yield check_norm_between_int4_products, (sizes, group, tile, has_bias, dtype)

@@ -8,7 +8,7 @@ import torch
 from baton.kernels import fp8_linear, fp8_rows, int4_linear, quantise_rows
 from baton.kernels.compact_kv import compact_kv_reference, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend_reference, paged_extend_triton
-from baton.kernels.fp8_scales import BLOCK, FP8, FP8_ROUNDING, quantise_rows_fp8, to_fp8
+from baton.kernels.fp8_scales import BLOCK, FP8, FP8_ROUNDING, Fp8Weight, quantise_rows_fp8, to_fp8
 from baton.kernels.gather_context import gather_context_reference, gather_context_triton
 from baton.kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
 from baton.kernels.kv_store import kv_rows, store_kv, store_kv_triton
@@ -60,20 +60,15 @@ def check_fp8_linear(
 def check_fp8_rows(
     device: str, sizes: tuple[int, int, int], form: str, is_gated: bool, dtype: torch.dtype
 ) -> None:
-    """One row without matrix instructions, as `check_fp8_linear`."""
+    """Few rows that are not rounded, as `check_fp8_linear`."""
     num_rows, out_size, in_size = sizes
     wide = torch.full((num_rows, in_size + 5), NAN, dtype=dtype)
     wide[:, :in_size] = randn(num_rows, in_size, dtype=dtype)
     weight, scales = fp8_weight(out_size, in_size, form)
     bias = randn(out_size, dtype=dtype, seed=2) if is_gated else None
-    y = fp8_rows.fp8_rows_triton(
-        wide.to(device)[:, :in_size],
-        weight.to(device),
-        scales.to(device),
-        None if bias is None else bias.to(device),
-        is_gated=is_gated,
-        shape=fp8_rows.RowsShape(out=8, inner=256, num_warps=4, num_stages=2),
-    )
+    moved = Fp8Weight(weight.to(device), scales.to(device), None if bias is None else bias.to(device))
+    shape = fp8_rows.RowsShape(out=8, inner=256, num_warps=4, num_stages=2)
+    y = fp8_rows.fp8_rows_triton(wide.to(device)[:, :in_size], moved, is_gated=is_gated, shape=shape)
     x, wide_bias = wide[:, :in_size].float(), None if bias is None else bias.float()
     expected = fp8_linear.fp8_linear_reference(x, weight, scales, wide_bias, is_gated)
     assert_close(y, expected.to(dtype), bfloat16=3.2e-2)
@@ -235,5 +230,8 @@ def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         for is_gated in (False, True):
             yield check_fp8_rounded, ((18, 256, 260), form, is_gated)
             yield check_fp8_rows, ((1, 256, 300), form, is_gated, torch.bfloat16)
-        yield check_fp8_rows, ((1, 70, 512), "channel", False, torch.float32)
+            yield check_fp8_rows, ((3, 256, 300), form, is_gated, torch.bfloat16)
+            yield check_fp8_rows, ((8, 512, 1024), form, is_gated, torch.bfloat16)
+        for num_rows in (1, 5):
+            yield check_fp8_rows, ((num_rows, 70, 512), "channel", False, torch.float32)
     yield check_fp8_blocks, ((70, 130, 260),)

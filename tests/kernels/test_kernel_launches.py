@@ -25,9 +25,10 @@ from baton.kernels.extend_attention import paged_extend, paged_extend_triton
 from baton.kernels.few_experts import FewExperts, few_experts_triton
 from baton.kernels.fp8_expert_rows import fp8_expert_rows_triton
 from baton.kernels.fp8_experts import Fp8Matrices, fp8_experts, fp8_experts_triton
+from baton.kernels.fp8_few_rows import few_rows_product, few_rows_tile
 from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
-from baton.kernels.fp8_rows import Fp8Weight, fp8_rows_triton, scaled_fp8_triton, sum_fp8_triton
-from baton.kernels.fp8_scales import BLOCK, FP8
+from baton.kernels.fp8_rows import fp8_rows_triton, scaled_fp8_triton, sum_fp8_triton
+from baton.kernels.fp8_scales import BLOCK, FP8, Fp8Weight
 from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.int4_linear import dequantise_int4_triton
 from baton.kernels.int4_mma import int4_mma_triton
@@ -273,9 +274,18 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
         shape = vector_shape(in_size, is_gated=is_gated)
         linear_triton(one, one.expand(64, -1).contiguous(), is_gated=is_gated, shape=shape, max_tile_rows=1)
     eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
-    _, rows = sum_fp8_triton(x[:1], eighths, x[:1], norm)
-    for is_gated in (False, True):
-        scaled_fp8_triton(rows, eighths, is_gated=is_gated)
+    blocks = eighths._replace(scales=torch.zeros(16, 16))
+    for count, given in ((2, eighths), (4, blocks), (8, eighths)):
+        many, tiles = weight[:count], [few_rows_tile(count, is_gated=is_gated) for is_gated in (False, True)]
+        product = few_rows_product(many, given, has_pairs=True)
+        _, rows = product.summed(many, many, norm, tiles[0])
+        for is_gated in (False, True):
+            product.scaled(rows, tiles[is_gated], is_gated=is_gated)
+            assert "prmt.b32" in compiled_for_h200[-1][1].asm["ptx"]
+    for given in (eighths, blocks):
+        _, rows = sum_fp8_triton(x[:1], given, x[:1], norm)
+        for is_gated in (False, True):
+            scaled_fp8_triton(rows, given, is_gated=is_gated)
     quarters = Int4Weight(torch.zeros(2048, 256, dtype=torch.int32), torch.zeros(16, 2048).int())
     for count in range(1, MOST_INT4_ROWS + 1):
         _, few = sum_int4_triton(weight[:count, :2048], quarters, weight[:count, :2048], norm, has_pairs=True)
@@ -308,9 +318,9 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     q = prepare_latents_triton(latents, 1, table[0, :1], new, made, sizes)
     attend_latents_triton(q, latents, 1, table, torch.ones(1, dtype=torch.int64), 0.1, made, sizes)
     assert {name for name, _ in compiled_for_h200} == {
-        "_normed_kernel", "_skinny_kernel", "_fp8_rows_kernel", "_int4_rows_kernel", "_logits_kernel",
-        "_first_kernel", "_second_kernel", "_first_packed_kernel", "_second_packed_kernel", "_prepare_kernel",
-        "_latent_kernel", "_values_kernel", "_rotary_kernel",
+        "_normed_kernel", "_skinny_kernel", "_fp8_rows_kernel", "_fp8_few_rows_kernel", "_int4_rows_kernel",
+        "_logits_kernel", "_first_kernel", "_second_kernel", "_first_packed_kernel", "_second_packed_kernel",
+        "_prepare_kernel", "_latent_kernel", "_values_kernel", "_rotary_kernel",
     }  # fmt: skip
     check_compiled(compiled_for_h200)
 
@@ -343,7 +353,10 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     scales = (torch.zeros(8192), torch.zeros(8192 // BLOCK, 4096 // BLOCK))
     for form in scales:
         fp8_linear_triton(x, eighths, form, is_gated=form is scales[1], is_rounded=True)
-    fp8_rows_triton(x[:1], eighths, scales[0])
+    for count in (1, 2, 4, 8):
+        many = eighths[:count, :4096].to(torch.bfloat16)
+        for form, is_gated in ((scales[0], False), (scales[1], True)):
+            fp8_rows_triton(many, Fp8Weight(eighths, form), is_gated=is_gated)
     quantise_rows_triton(x, 4096)
     fp8_blocks_triton(randn(300, 4096, dtype=torch.bfloat16), eighths, scales[1])
     for group in (32, 64, 128):
@@ -428,7 +441,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
         "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_dequantise_kernel",
         "_int4_mma_kernel", "_int4_wgmma_kernel", "_add_splits_kernel",
-        "_fp8_rows_kernel",
+        "_fp8_rows_kernel", "_fp8_few_rows_kernel",
         "_match_ngrams_kernel",
         "_store_latent_kernel", "_latent_kernel", "_expanded_kernel",
         "_route_kernel", "_group_kernel", "_expert_kernel", "_prompt_kernel", "_combine_kernel",

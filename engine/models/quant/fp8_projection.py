@@ -5,8 +5,9 @@ Legend: T tokens, N outputs, H inputs.
 
 import torch
 
-from ....kernels.fp8_rows import Fp8Weight, scaled_fp8, sum_fp8
-from ....kernels.fp8_scales import BLOCK, FP8, dequantise_fp8
+from ....kernels.fp8_few_rows import most_rows
+from ....kernels.fp8_rows import scaled_fp8, sum_fp8
+from ....kernels.fp8_scales import BLOCK, FP8, Fp8Weight, dequantise_fp8
 from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_fp8_linear
 from ....kernels.rms_norm import NextNorm
@@ -25,8 +26,6 @@ class Fp8Projection:
     Raises CheckpointError for parts whose blocks would share scales.
     """
 
-    joined_rows = 1
-
     def __init__(
         self,
         form: Fp8Form,
@@ -43,6 +42,7 @@ class Fp8Projection:
         self.parts = parts
         self.is_invariant = is_invariant
         self.in_size = in_size
+        self.joined_rows = most_rows(dtype)
         out_size = sum(parts.values())
         self.weight = torch.empty(out_size, in_size, dtype=FP8, device=device)
         self.bias = torch.empty(out_size, dtype=dtype, device=device) if bias else None
