@@ -231,7 +231,7 @@ def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check_fp8_rounded, ((18, 256, 260), form, is_gated)
             yield check_fp8_rows, ((1, 256, 300), form, is_gated, torch.bfloat16)
             yield check_fp8_rows, ((3, 256, 300), form, is_gated, torch.bfloat16)
-            yield check_fp8_rows, ((8, 512, 1024), form, is_gated, torch.bfloat16)
-        for num_rows in (1, 5):
+            yield check_fp8_rows, ((4, 512, 1024), form, is_gated, torch.bfloat16)
+        for num_rows in (1, 2):
             yield check_fp8_rows, ((num_rows, 70, 512), "channel", False, torch.float32)
     yield check_fp8_blocks, ((70, 130, 260),)

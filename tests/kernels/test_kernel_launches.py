@@ -275,7 +275,7 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
         linear_triton(one, one.expand(64, -1).contiguous(), is_gated=is_gated, shape=shape, max_tile_rows=1)
     eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
     blocks = eighths._replace(scales=torch.zeros(16, 16))
-    for count, given in ((2, eighths), (4, blocks), (8, eighths)):
+    for count, given in ((2, eighths), (3, eighths), (4, blocks)):
         many, tiles = weight[:count], [few_rows_tile(count, is_gated=is_gated) for is_gated in (False, True)]
         product = few_rows_product(many, given, has_pairs=True)
         _, rows = product.summed(many, many, norm, tiles[0])
@@ -353,7 +353,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     scales = (torch.zeros(8192), torch.zeros(8192 // BLOCK, 4096 // BLOCK))
     for form in scales:
         fp8_linear_triton(x, eighths, form, is_gated=form is scales[1], is_rounded=True)
-    for count in (1, 2, 4, 8):
+    for count in (1, 2, 4):
         many = eighths[:count, :4096].to(torch.bfloat16)
         for form, is_gated in ((scales[0], False), (scales[1], True)):
             fp8_rows_triton(many, Fp8Weight(eighths, form), is_gated=is_gated)
