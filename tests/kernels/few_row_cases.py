@@ -120,6 +120,18 @@ def check_rotary_product(
         assert torch.equal(raw(joined), raw(apart))
 
 
+def check_logits_of_a_row(device: str, sizes: tuple[int, int], dtype: torch.dtype) -> None:
+    """Sums and results in float32 of products of the dtype."""
+    vocabulary, in_size = sizes
+    x, weight = randn(1, in_size, dtype=dtype), randn(vocabulary, in_size, dtype=dtype, seed=1)
+    shape = skinny_linear.vector_shape(in_size)
+    y = skinny_linear.linear_triton(
+        x.to(device), weight.to(device), shape=shape, max_tile_rows=1, out_dtype=FLOAT32
+    )
+    assert y.dtype == FLOAT32
+    torch.testing.assert_close(y.cpu().double(), x.double() @ weight.double().T, atol=1e-4, rtol=1e-5)
+
+
 def check_norm_between_fp8_products(
     device: str, num_rows: int, has_blocks: bool, has_bias: bool, dtype: torch.dtype
 ) -> None:
@@ -365,6 +377,8 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         ([200], 2, 16, 3, True, BFLOAT16),
     ):
         yield check_latent_step, (lens, num_rows, num_heads, num_splits, is_interleaved, dtype)
+    for sizes, dtype in (((515, 576), BFLOAT16), ((130, 2052), torch.float16)):
+        yield check_logits_of_a_row, (sizes, dtype)
     for has_blocks, has_bias, dtype in (
         (False, True, FLOAT32), (True, False, FLOAT32), (False, False, BFLOAT16), (True, True, BFLOAT16),
     ):  # fmt: skip
