@@ -18,13 +18,14 @@ import torch
 from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm, experts_by_definition
 from .expert_products import store_expert_tile
-from .few_packed_experts import FewPackedTile, first_products, second_products
+from .few_packed_experts import first_products, second_products
 from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
 from .packed_experts import PackedMatrices, check_matrices
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing, route_experts_reference
 from .row_product import row_product
+from .split_rows import SplitTile
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_EXPERTS = 128  # to choose from; each of their pairs is compared
@@ -358,7 +359,7 @@ def few_experts_triton(
     *,
     first: FewTile | None = None,
     second: FewTile | None = None,
-    packed: tuple[FewPackedTile | None, FewPackedTile | None] = (None, None),
+    packed: tuple[SplitTile | None, SplitTile | None] = (None, None),
     has_pairs: bool | None = None,
     block_experts: int = 1,
 ) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
@@ -452,7 +453,7 @@ def _packed_triton(
     experts: FewExperts,
     residual: torch.Tensor,
     norm: NextNorm | None,
-    tiles: tuple[FewPackedTile | None, FewPackedTile | None],
+    tiles: tuple[SplitTile | None, SplitTile | None],
     has_pairs: bool | None,
 ) -> tuple[torch.Tensor, UnscaledRows | None, torch.Tensor]:
     """As `few_experts_triton` behind the router."""

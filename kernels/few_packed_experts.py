@@ -1,6 +1,6 @@
 """The two launches of products of `few_experts` for experts with weights of 4 bits.
 
-Each row reads its experts for itself, and its inputs are split, see `packed_product`. Weights are unpacked as
+Each row reads its experts for itself, and its inputs are split, see `split_rows`. Weights are unpacked as
 in `packed_experts`; the order of sums is another.
 
 Legend: T rows, E experts, K experts of a row, H hidden size, I intermediate size of an expert, S tiles whose
@@ -8,8 +8,6 @@ squares were summed.
 """
 
 from __future__ import annotations
-
-from typing import NamedTuple
 
 import torch
 
@@ -19,10 +17,11 @@ from .expert_products import store_expert_tile
 from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import MIN_ROWS, UnscaledRows
 from .packed_experts import PackedMatrices
-from .packed_product import split_product
+from .packed_product import packed_product
 from .packed_words import UNIT, unpacks_pairs
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing
+from .split_rows import SplitTile
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 
@@ -95,7 +94,7 @@ def _first_packed_kernel(
     p_outs = p_words + (expert.to(tl.int64) * (2 * INNER) + i_own)[:, None] * WORDS
     p_groups = p_scales + expert.to(tl.int64) * EXPERT_SCALES + i_own
     i_unit = tl.arange(0, UNIT)
-    b_y = split_product(
+    b_y = packed_product(
         p_x + row * x_stride + i_row * 0, i_row < SPLITS, i_row, i_unit, p_outs + i_unit[None, :], p_groups,
         i_out < INNER, i_split, HIDDEN, 2 * INNER, SPLITS, HAS_PAIRS, GROUP, UNIT, UNIT,
     )  # fmt: skip
@@ -171,7 +170,7 @@ def _second_packed_kernel(
     i_unit = tl.arange(0, UNIT)
     p_outs = p_words + (b_expert * HIDDEN + i_own)[:, None] * WORDS + i_unit[None, :]
     p_groups = p_scales + b_expert * EXPERT_SCALES + i_own
-    b_y = split_product(
+    b_y = packed_product(
         p_inner + (row * TOP_K + i_input) * INNER, i_row < SPLITS * BLOCK_K, i_row // BLOCK_K, i_unit, p_outs,
         p_groups, m_line, i_column // BLOCK_K, INNER, HIDDEN, SPLITS, HAS_PAIRS, GROUP, UNIT, UNIT,
     )  # fmt: skip
@@ -184,21 +183,12 @@ def _second_packed_kernel(
     store_row_sum(b_total, b_residual, p_norm, p_total, p_z, p_sum, row, i_sum, HIDDEN, HAS_NORM, OFFSET)
 
 
-class FewPackedTile(NamedTuple):
-    """The tile of a product: outputs, parts of the inputs, warps, and steps under way at once."""
-
-    out: int
-    splits: int
-    num_warps: int
-    num_stages: int
+FIRST_TILE = SplitTile(16, 2, 2, 4)
 
 
-FIRST_TILE = FewPackedTile(16, 2, 2, 4)
-
-
-def second_tile(top_k: int) -> FewPackedTile:
+def second_tile(top_k: int) -> SplitTile:
     """The tile of the second products: as many splits as fill the columns of the shortest instruction."""
-    return FewPackedTile(8, max(1, MIN_ROWS // next_power_of_2(top_k)), 2, 4)
+    return SplitTile(8, max(1, MIN_ROWS // next_power_of_2(top_k)), 2, 4)
 
 
 def first_products(
@@ -209,7 +199,7 @@ def first_products(
     gate_up: PackedMatrices,
     form: ExpertForm,
     *,
-    tile: FewPackedTile | None = None,
+    tile: SplitTile | None = None,
     has_pairs: bool | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(gated products `[T*K, I]`, the chosen experts int32 `[T, K]`, their weights float32 `[T, K]`) of rows
@@ -277,7 +267,7 @@ def second_products(
     residual: torch.Tensor,
     norm: NextNorm | None,
     *,
-    tile: FewPackedTile | None = None,
+    tile: SplitTile | None = None,
     has_pairs: bool | None = None,
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
     """The results of `first_products` -> the sum `[T, H]` of the chosen experts and `residual`, and its rows

@@ -34,7 +34,7 @@ def _values(b_bytes: tl.tensor, dtype: tl.constexpr, HAS_PAIRS: tl.constexpr) ->
 
     HAS_PAIRS makes two bfloat16 with each instruction. The seven bits below the sign become the lowest bits
     of exponent and mantissa, which makes a value smaller by 2^120, also one that is below the smallest normal
-    one, and a product makes up for it. All are exact.
+    one, and a product makes up for it. All finite values are exact; NaN becomes 480.
     """
     if HAS_PAIRS:
         return tl.inline_asm_elementwise(
@@ -97,6 +97,7 @@ def _fp8_few_rows_kernel(
     HAS_PAIRS: tl.constexpr,
     HAS_BLOCKS: tl.constexpr,
     SCALE_STRIDE: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     SPAN: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
@@ -116,7 +117,7 @@ def _fp8_few_rows_kernel(
     i_in = tl.arange(0, SPAN)
     p_columns = p_x + (i_column_row * x_stride + i_column_split * SPAN)[None, :] + i_in[:, None]
     p_lines = p_weight + (i_own.to(tl.int64) * IN_SIZE + i_line_split * SPAN)[:, None] + i_in[None, :]
-    p_blocks = p_scales + i_own // SPAN * SCALE_STRIDE
+    p_blocks = p_scales + i_own // SCALE_BLOCK * SCALE_STRIDE
     b_each = tl.zeros((i_own.shape[0], COLUMNS), dtype=tl.float32)
     for first in range(0, IN_SIZE, SPLITS * SPAN):
         i_part = first // SPAN + i_line_split
@@ -145,10 +146,10 @@ def _fp8_few_rows_kernel(
     )  # fmt: skip
 
 
-def few_rows_tile(num_rows: int, *, is_gated: bool) -> SplitTile:
-    """The tile of a product. A layer of an 8B Llama takes with these, the best of 11 for each product on an
-    H200, 75.4 and 84.7 us for 2 and 4 rows with its norms joined, and 86.5 for 4 rows and scales of blocks;
-    rounding its rows, by the kernel of `fp8_linear`, and without that, 102.1, 105.8 and 116.6.
+def few_rows_tile(num_rows: int, is_gated: bool) -> SplitTile:
+    """The tile of a product, the best of 11 for each product of an 8B Llama on an H200. A layer with joined
+    norms takes 75.4 us for 2 rows and 84.7 for 4, with scales of blocks 86.5 for 4. Rounded rows and norms of
+    their own took 102.1, 105.8 and 116.6.
     """
     if is_gated:
         return SplitTile(out=16, splits=2, num_warps=4, num_stages=3)
@@ -166,7 +167,8 @@ def few_rows_product(x: torch.Tensor, weight: Fp8Weight, has_pairs: bool | None 
         "HAS_PAIRS": unpacks_pairs(x, has_pairs),
         "HAS_BLOCKS": scales.dim() == 2,
         "SCALE_STRIDE": scales.shape[-1],
+        "SCALE_BLOCK": BLOCK,
         "SPAN": SPAN,
     }
     stored = weight.values.view(torch.int8)
-    return SplitProduct(_fp8_few_rows_kernel, stored, scales, weight.bias, len(stored), form)
+    return SplitProduct(_fp8_few_rows_kernel, stored, scales, weight.bias, form)

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_few_rows import most_rows
 from .fp8_rows import fp8_rows_triton
-from .fp8_scales import BLOCK, FP8, Fp8Weight, check_scales, dequantise_fp8
+from .fp8_scales import BLOCK, FP8, Fp8Weight, check_gated, check_scales, dequantise_fp8
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
 from .quantise_rows import quantise_rows
@@ -359,9 +359,7 @@ def _check(
     check_scales("fp8_linear", weight, scales)
     if bias is not None and (bias.dtype != x.dtype or bias.shape != weight.shape[:1]):
         raise ValueError(f"fp8_linear: bias {tuple(bias.shape)} {bias.dtype}; expected [N] {x.dtype}")
-    unit = 2 if scales.dim() == 1 else 2 * BLOCK
-    if is_gated and weight.shape[0] % unit:
-        raise ValueError(f"fp8_linear: {weight.shape[0]} gated outputs; a multiple of {unit} is needed")
+    check_gated("fp8_linear", weight, scales, is_gated)
 
 
 def _is_native(device: torch.device) -> bool:

@@ -1,11 +1,11 @@
-"""Projections of few rows with weights of 8-bit floating point: y = x W^T + b, optionally gated, and with the
-residual sums and norms of `normed_linear`. Rows are not rounded to 8 bits.
+"""Projections of one to four rows with weights of 8-bit floating point: y = x W^T + b, optionally gated, and
+with the residual sums and norms of `normed_linear`. Rows are not rounded to 8 bits.
 
 A matrix instruction pads one row to 8 or more, whose tiles would be loaded for one. Here each thread
 multiplies the values that it loads with those of the row and adds them in float32, so that nothing but the
 weight is moved. From two rows on, `fp8_few_rows` is faster.
 
-Legend: N outputs, H inputs, S tiles whose squares were summed.
+Legend: T rows, N outputs, H inputs, S tiles whose squares were summed.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_few_rows import MAX_ROWS, few_rows_product, few_rows_tile
-from .fp8_scales import BLOCK, Fp8Weight, dequantise_fp8
-from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .fp8_scales import BLOCK, Fp8Weight, check_gated, dequantise_fp8
+from .normed_linear import Sums, UnscaledRows, new_sums, scaled_linear_reference, sum_linear_reference
 from .rms_norm import NextNorm
 from .row_product import load_residual, load_squares, store_sum
 from .silu_mul import activated
@@ -224,13 +224,13 @@ def _launch(
     *,
     is_scaled: bool = False,
     is_gated: bool = False,
-    sums: tuple[torch.Tensor, NextNorm | None, torch.Tensor, torch.Tensor] | None = None,
+    sums: Sums | None = None,
 ) -> None:
-    """`sums`: the residual, the norm of the sum, and where its rows in front of the norm's scale go."""
     if y.numel() == 0:
         return
     x, out_size, in_size = rows.z.contiguous(), y.shape[1], rows.z.shape[1]
     scales, bias = weight.scales, weight.bias
+    num_squares = rows.squares.shape[1] if is_scaled else 1
     residual, norm, z, squares = (y, None, y, rows.squares) if sums is None else sums
     _fp8_rows_kernel[(cdiv(out_size, tile.out),)](
         x,
@@ -243,7 +243,7 @@ def _launch(
         y,
         z,
         squares,
-        rows.squares.shape[1],
+        num_squares,
         out_size,
         in_size,
         scales.shape[1] if scales.dim() == 2 else 1,
@@ -257,7 +257,7 @@ def _launch(
         OFFSET=0.0 if norm is None else norm.offset or 0.0,
         IS_EVEN=in_size % tile.inner == 0,
         SCALE_BLOCK=BLOCK,
-        BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
+        BLOCK_SQUARES=next_power_of_2(num_squares),
         BLOCK_OUT=tile.out,
         BLOCK_IN=tile.inner,
         NUM_STAGES=tile.num_stages,
@@ -273,11 +273,10 @@ def fp8_rows_triton(
     row.
     """
     if x.shape[0] != 1:
-        tile = few_rows_tile(x.shape[0], is_gated=is_gated)
-        return few_rows_product(x, weight).plain(x, tile, is_gated=is_gated)
+        return few_rows_product(x, weight).plain(x, few_rows_tile(x.shape[0], is_gated), is_gated=is_gated)
     y = torch.empty(1, weight.values.shape[0] // (2 if is_gated else 1), dtype=x.dtype, device=x.device)
     chosen = rows_shape(is_gated, weight.scales.dim() == 2) if shape is None else shape
-    _launch(UnscaledRows(x, y[:, :1], 0.0), weight, y, chosen, is_gated=is_gated)
+    _launch(UnscaledRows(x, y, 0.0), weight, y, chosen, is_gated=is_gated)
     return y
 
 
@@ -292,24 +291,20 @@ def sum_fp8_triton(
     """Launch; arguments as in `sum_fp8`. `shape`: of one row. Raises ValueError as it does."""
     _check(x, weight)
     if x.shape[0] != 1:
-        tile = few_rows_tile(x.shape[0], is_gated=False)
-        return few_rows_product(x, weight).summed(x, residual, norm, tile)
+        return few_rows_product(x, weight).summed(x, residual, norm, few_rows_tile(x.shape[0], False))
     chosen = rows_shape(False, weight.scales.dim() == 2) if shape is None else shape
-    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    z = total if norm is None else torch.empty_like(total)
-    squares = torch.empty(1, cdiv(total.shape[1], chosen.out), dtype=torch.float32, device=x.device)
-    sums = residual.contiguous(), norm, z, squares
-    _launch(UnscaledRows(x, squares[:, :1], 0.0), weight, total, chosen, sums=sums)
-    return total, None if norm is None else UnscaledRows(z, squares, norm.eps)
+    total, sums = new_sums(x, len(weight.values), residual, norm, chosen.out)
+    _launch(UnscaledRows(x, sums.squares, 0.0), weight, total, chosen, sums=sums)
+    return total, sums.rows()
 
 
 def scaled_fp8_triton(
     rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False, shape: RowsShape | None = None
 ) -> torch.Tensor:
     """Launch; arguments as in `scaled_fp8`. `shape`: of one row. Raises ValueError as it does."""
-    _check(rows.z, weight)
+    _check(rows.z, weight, is_gated)
     if rows.z.shape[0] != 1:
-        tile = few_rows_tile(rows.z.shape[0], is_gated=is_gated)
+        tile = few_rows_tile(rows.z.shape[0], is_gated)
         return few_rows_product(rows.z, weight).scaled(rows, tile, is_gated=is_gated)
     out_size = weight.values.shape[0] // (2 if is_gated else 1)
     y = torch.empty(1, out_size, dtype=rows.z.dtype, device=rows.z.device)
@@ -318,7 +313,8 @@ def scaled_fp8_triton(
     return y
 
 
-def _check(x: torch.Tensor, weight: Fp8Weight) -> None:
+def _check(x: torch.Tensor, weight: Fp8Weight, is_gated: bool = False) -> None:
+    check_gated("normed fp8", weight.values, weight.scales, is_gated)
     if x.dim() != 2 or x.shape[1] != weight.values.shape[1] or x.shape[0] > MAX_ROWS:
         raise ValueError(
             f"normed fp8: rows {tuple(x.shape)} do not fit weight {tuple(weight.values.shape)}; expected up "
@@ -343,6 +339,6 @@ def scaled_fp8(rows: UnscaledRows, weight: Fp8Weight, *, is_gated: bool = False)
     """
     if rows.z.is_cuda:
         return scaled_fp8_triton(rows, weight, is_gated=is_gated)
-    _check(rows.z, weight)
+    _check(rows.z, weight, is_gated)
     values = dequantise_fp8(weight.values, weight.scales, rows.z.dtype)
     return scaled_linear_reference(rows, values, weight.bias, is_gated=is_gated)

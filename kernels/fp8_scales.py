@@ -95,3 +95,10 @@ def check_scales(op: str, weight: torch.Tensor, scales: torch.Tensor) -> None:
         )
     if not weight.is_contiguous() or not scales.is_contiguous():
         raise ValueError(f"{op}: weight and scales must be contiguous")
+
+
+def check_gated(op: str, weight: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> None:
+    """Raises ValueError if both halves of a gated weight would share a block of scales."""
+    unit = 2 if scales.dim() == 1 else 2 * BLOCK
+    if is_gated and weight.shape[0] % unit:
+        raise ValueError(f"{op}: {weight.shape[0]} gated outputs; a multiple of {unit} is needed")

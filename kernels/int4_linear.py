@@ -2,10 +2,10 @@
 
 Up to MAX_ROWS rows, as in steps that decode and verify, kernels read the packed weight and turn it into
 exact small values in the registers that matrix instructions read. Scales are applied to the sums of each
-group. Up to four rows take `int4_rows`. Above, Hopper GPUs take `int4_wgmma`, or `int4_mma` for few rows of a
-small weight, and other GPUs `int4_mma` for up to MAX_MMA_ROWS rows. More rows, as in prompts, are multiplied
-with the dequantised weight by the library, and so is everything in float32, on older GPUs and, but for
-`int4_rows`, with versions of Triton whose Gluon is not known.
+group. The fewest rows take `int4_rows` where it can run. Above, Hopper GPUs take `int4_wgmma`, or `int4_mma`
+for few rows of a small weight, and other GPUs `int4_mma` for up to MAX_MMA_ROWS rows. More rows, as in
+prompts, are multiplied with the dequantised weight by the library, and so is everything in float32, on older
+GPUs and, but for `int4_rows`, with versions of Triton whose Gluon is not known.
 
 On a CPU the definition dequantises the weight; `int4_cpu` multiplies weights that are packed for it.
 
@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 
 from . import int4_cpu, int4_mma, int4_rows, int4_wgmma
-from .int4_rows import Int4Weight
-from .int4_values import VALUES_A_WORD, check_int4, dequantise_int4, unit_of
+from .int4_values import VALUES_A_WORD, Int4Weight, check_int4, dequantise_int4, unit_of
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
 from .packed_words import group_scale

@@ -1,4 +1,4 @@
-"""Products of few rows with 4-bit weights, in Gluon, for every GPU since sm_80.
+"""Products of few rows with 4-bit weights, in Gluon, for every GPU since sm_80, where `int4_rows` cannot run.
 
 Each warp of a program multiplies units of its own, with the next one in flight, and the sums of the warps
 are added at the end. So a program has many loads in flight although it has few outputs, and no second

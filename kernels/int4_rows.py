@@ -9,14 +9,12 @@ Legend: T rows, N outputs, H inputs, G inputs of a group.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 
 from .chained_launch import release_next, wait_for_previous
-from .int4_values import VALUES_A_WORD, dequantise_int4, unit_of
+from .int4_values import VALUES_A_WORD, Int4Weight
 from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
-from .packed_product import split_product
+from .packed_product import packed_product
 from .packed_words import unpacks_pairs
 from .rms_norm import NextNorm
 from .row_product import load_residual, load_squares
@@ -27,26 +25,6 @@ MAX_ROWS = 4  # with more, the kernels that unpack a tile once for all rows are 
 QUARTER = 8  # inputs between the values of a 16-bit word
 CAPABILITY = (8, 0)  # the first compute capability with matrix instructions of bfloat16
 MIN_UNIT = 64  # inputs: the steps of a matrix instruction take 16 words
-
-
-class Int4Weight(NamedTuple):
-    """A weight int32 `[N, H/8]` with its `groups` int32 `[H/G, N]`, see `int4_values`, and bias `[N]` or
-    None.
-    """
-
-    words: torch.Tensor
-    groups: torch.Tensor
-    bias: torch.Tensor | None = None
-
-    @property
-    def unit(self) -> int:
-        """Inputs of a unit."""
-        in_size = VALUES_A_WORD * self.words.shape[1]
-        return unit_of(in_size, in_size // self.groups.shape[0])
-
-    def values(self, dtype: torch.dtype) -> torch.Tensor:
-        """The values `[N, H]`."""
-        return dequantise_int4(self.words, self.groups, dtype)
 
 
 def can_join(dtype: torch.dtype, unit: int) -> bool:
@@ -119,7 +97,7 @@ def _int4_rows_kernel(
     i_line_out, i_own, i_line_split = split_lines(i_tile, out_size, IS_GATED, BLOCK_OUT, SPLITS)
     i_column_row, i_column_split, m_column = split_columns(num_rows, BLOCK_ROWS, COLUMNS, SPLITS)
     i_half = tl.arange(0, UNIT // 4)
-    b_each = split_product(
+    b_each = packed_product(
         p_x + i_column_row * x_stride, m_column, i_column_split, _inputs_of_words(UNIT),
         p_halves + i_own.to(tl.int64)[:, None] * (IN_SIZE // 4) + i_half[None, :], p_groups + i_own,
         i_line_out < out_size, i_line_split, IN_SIZE, NUM_LINES, SPLITS, HAS_PAIRS, GROUP, UNIT // 4, QUARTER,
@@ -133,9 +111,9 @@ def _int4_rows_kernel(
 
 
 def int4_tile(num_rows: int, *, is_gated: bool) -> SplitTile:
-    """The tile of a product. A layer of an 8B Llama in groups of 128 takes with these, the best of 6 to 8 for
-    each product on an H200, 55.3, 61.3 and 67.4 us for 1, 2 and 4 rows with its norms joined; with
-    `int4_mma` and `int4_wgmma` and without that it takes 70.1, 71.8 and 75.0. 8 rows take 83.7 and 80.5.
+    """The tile of a product, the best of 6 to 8 for each product of an 8B Llama in groups of 128 on an H200.
+    A layer with joined norms takes 55.3, 61.3 and 67.4 us for 1, 2 and 4 rows, and 83.7 for 8. With
+    `int4_mma`, `int4_wgmma` and norms of their own it takes 70.1, 71.8, 75.0 and 80.5.
     """
     if num_rows == 1:
         return SplitTile(out=16, splits=4 if is_gated else 8, num_warps=4, num_stages=3)
@@ -155,7 +133,7 @@ def _product(x: torch.Tensor, weight: Int4Weight, has_pairs: bool | None) -> Spl
         "QUARTER": QUARTER,
     }
     halves = weight.words.view(torch.int16)
-    return SplitProduct(_int4_rows_kernel, halves, weight.groups, weight.bias, len(halves), form)
+    return SplitProduct(_int4_rows_kernel, halves, weight.groups, weight.bias, form)
 
 
 def int4_rows_triton(

@@ -14,6 +14,8 @@ halves of a register.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 
 UNITS = (128, 64, 32)
@@ -80,3 +82,21 @@ def check_int4(op: str, weight: torch.Tensor, groups: torch.Tensor) -> int:
     if not (weight.is_contiguous() and groups.is_contiguous()):
         raise ValueError(f"{op}: weight and groups must be contiguous")
     return in_size // groups.shape[0]
+
+
+class Int4Weight(NamedTuple):
+    """A weight int32 `[N, H/8]` with its `groups` int32 `[H/G, N]`, and bias `[N]` or None."""
+
+    words: torch.Tensor
+    groups: torch.Tensor
+    bias: torch.Tensor | None = None
+
+    @property
+    def unit(self) -> int:
+        """Inputs of a unit."""
+        in_size = VALUES_A_WORD * self.words.shape[1]
+        return unit_of(in_size, in_size // self.groups.shape[0])
+
+    def values(self, dtype: torch.dtype) -> torch.Tensor:
+        """The values `[N, H]`."""
+        return dequantise_int4(self.words, self.groups, dtype)

@@ -13,14 +13,14 @@ from .skinny_linear import has_tiles, linear_triton, vector_shape
 
 # On a CPU, rows of W that are widened to float32 at once: few enough to stay in a cache.
 BLOCK_VOCABULARY = 2048
-MIN_VOCABULARY = 8192  # smaller weights, such as those of routers, stay with the library
+MIN_VOCABULARY = 65536  # smaller tables, such as those of draft heads and routers, stay with the library
 
 
 def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`hidden` `[R, H]`, `weight` `[V, H]` of the same dtype -> float32 `[R, V]`."""
     if hidden.dtype == torch.float32:
         return F.linear(hidden, weight)
-    if hidden.is_cuda and hidden.shape[0] == 1 and _is_large(weight) and has_tiles(hidden):
+    if hidden.is_cuda and hidden.shape[0] == 1 and _pays(weight) and has_tiles(hidden):
         # on an H200 141 us for the table of Qwen3-30B-A3B, where the library takes 149 (8B Llama: 235, 242)
         shape = vector_shape(hidden.shape[1])
         return linear_triton(hidden, weight, shape=shape, max_tile_rows=1, out_dtype=torch.float32)
@@ -29,8 +29,8 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return widened_logits(hidden.to(torch.float32), weight)
 
 
-def _is_large(weight: torch.Tensor) -> bool:
-    """Whether a weight has rows for so many programs that all multiprocessors read."""
+def _pays(weight: torch.Tensor) -> bool:
+    """Whether many small programs read a weight faster than the library, where they can."""
     return weight.shape[0] >= MIN_VOCABULARY and weight.is_contiguous()
 
 

@@ -42,6 +42,39 @@ class UnscaledRows(NamedTuple):
         return torch.rsqrt(self.squares.sum(1, keepdim=True) / self.z.shape[1] + self.eps)
 
 
+class Sums(NamedTuple):
+    """What a product with a residual sum reads and writes besides the sum: `residual` and rows `z` `[T, N]`,
+    the norm of the sum or None, and the sums of squares `[T, S]`.
+    """
+
+    residual: torch.Tensor
+    norm: NextNorm | None
+    z: torch.Tensor
+    squares: torch.Tensor
+
+    def rows(self) -> UnscaledRows | None:
+        """The sum in front of its norm, if there is one."""
+        return None if self.norm is None else UnscaledRows(self.z, self.squares, self.norm.eps)
+
+
+def new_sums(
+    x: torch.Tensor, out_size: int, residual: torch.Tensor, norm: NextNorm | None, tile_outs: int
+) -> tuple[torch.Tensor, Sums]:
+    """(the sum `[T, N]` to be written, the rest) for rows `x` `[T, H]` and tiles of `tile_outs` outputs.
+
+    Raises ValueError for a residual that does not fit N = `out_size` outputs.
+    """
+    if residual.shape != (x.shape[0], out_size) or residual.dtype != x.dtype:
+        raise ValueError(
+            f"sum_linear: residual {tuple(residual.shape)} {residual.dtype} does not fit {x.shape[0]} rows "
+            f"of {out_size} {x.dtype} outputs"
+        )
+    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
+    z = total if norm is None else torch.empty_like(total)
+    squares = torch.empty(x.shape[0], cdiv(out_size, tile_outs), dtype=torch.float32, device=x.device)
+    return total, Sums(residual.contiguous(), norm, z, squares)
+
+
 def sum_linear_reference(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -200,21 +233,11 @@ def sum_linear_triton(
 ) -> tuple[torch.Tensor, UnscaledRows | None]:
     """Launch; arguments as in `sum_linear`. Raises ValueError as it does."""
     check_rows(x, weight, bias)
-    num_rows, out_size = x.shape[0], weight.shape[0]
-    if residual.shape != (num_rows, out_size) or residual.dtype != x.dtype:
-        raise ValueError(
-            f"sum_linear: residual {tuple(residual.shape)} {residual.dtype} does not fit {num_rows} rows of "
-            f"{out_size} {x.dtype} outputs"
-        )
-    tile = sum_shape(num_rows, out_size, x.shape[1], x.device) if shape is None else shape
-    total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-    z = total if norm is None else torch.empty_like(total)
-    squares = torch.empty(num_rows, cdiv(out_size, tile.out), dtype=torch.float32, device=x.device)
-    _launch(
-        UnscaledRows(x, squares, 0.0), weight, bias, total, tile, is_scaled=False,
-        sums=(residual.contiguous(), norm, z, squares),
-    )  # fmt: skip
-    return total, None if norm is None else UnscaledRows(z, squares, norm.eps)
+    out_size = weight.shape[0]
+    tile = sum_shape(x.shape[0], out_size, x.shape[1], x.device) if shape is None else shape
+    total, sums = new_sums(x, out_size, residual, norm, tile.out)
+    _launch(UnscaledRows(x, sums.squares, 0.0), weight, bias, total, tile, is_scaled=False, sums=sums)
+    return total, sums.rows()
 
 
 def scaled_linear_triton(
@@ -245,7 +268,7 @@ def _launch(
     is_scaled: bool,
     is_gated: bool = False,
     is_gelu: bool = False,
-    sums: tuple[torch.Tensor, NextNorm | None, torch.Tensor, torch.Tensor] | None = None,
+    sums: Sums | None = None,
 ) -> None:
     if y.numel() == 0:
         return

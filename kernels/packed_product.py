@@ -1,8 +1,4 @@
-"""The tile code of products of few rows with weights of 4 bits.
-
-Unpacking takes as long as reading, so that many small tiles must be under way at once, and the inputs of a
-tile are split: what would be empty columns of a matrix instruction holds the other parts of the rows, and
-lines of weights follow each other part by part.
+"""The tile code of products of few rows with weights of 4 bits, whose inputs are split, see `split_rows`.
 
 Legend: LINES lines and COLUMNS columns of a tile, UNIT 16-bit words of a part of the inputs, four inputs
 each.
@@ -15,7 +11,7 @@ from .triton_jit import jit, tl
 
 
 @jit
-def split_product(
+def packed_product(
     p_rows: tl.tensor,
     m_column: tl.tensor,
     i_column_split: tl.tensor,
@@ -45,6 +41,7 @@ def split_product(
     # scales that parts have of their own, or parts that share them
     GROUPS: tl.constexpr = SPAN // GROUP if GROUP > 0 and GROUP < SPAN else 1
     SHARED: tl.constexpr = GROUP // SPAN if GROUP > SPAN else 1
+    # 128 means one scale for a part, of whatever size
     PART_GROUP: tl.constexpr = GROUP if GROUP < SPAN else 128
     b_y = tl.zeros((m_line.shape[0], m_column.shape[0]), dtype=tl.float32)
     for step in range(0, (PARTS + SPLITS - 1) // SPLITS):

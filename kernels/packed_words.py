@@ -66,8 +66,8 @@ def dequantise_words(
 
 
 def unpacks_pairs(x: torch.Tensor, has_pairs: bool | None = None) -> bool:
-    """Whether words are unpacked by instructions for pairs, for inputs like `x`; `has_pairs` decides if
-    given.
+    """Whether weights in 4 or 8 bits are unpacked by instructions for pairs of bfloat16, for inputs like `x`;
+    `has_pairs` decides if given.
     """
     return x.dtype == torch.bfloat16 and (x.is_cuda if has_pairs is None else has_pairs)
 

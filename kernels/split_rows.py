@@ -3,8 +3,8 @@
 Making operands of such weights takes as long as reading them, so that many small tiles must be under way at
 once, and the inputs of a tile are split: what would be empty columns of a matrix instruction holds other
 parts of the rows, and lines of weights follow each other part by part. Products may have the residual sums
-and norms of `normed_linear`. A kernel of `Kernels` computes the sums of its lines between `split_lines` and
-`store_lines`.
+and norms of `normed_linear`. A kernel computes the products of its lines between `split_lines` and
+`sum_splits`, and ends with `store_lines`.
 
 Legend: T rows, N outputs, H inputs, S tiles whose squares were summed; LINES lines of weights and COLUMNS
 columns of a tile, OUT outputs, ROWS rows.
@@ -19,7 +19,7 @@ from typing import NamedTuple
 import torch
 
 from .chained_launch import chained
-from .normed_linear import MIN_ROWS, UnscaledRows
+from .normed_linear import MIN_ROWS, Sums, UnscaledRows, new_sums
 from .rms_norm import NextNorm
 from .row_product import gated, store_sum, with_bias
 from .triton_jit import Kernel, cdiv, jit, next_power_of_2, tl
@@ -127,34 +127,23 @@ class SplitTile(NamedTuple):
     num_stages: int
 
 
-class Sums(NamedTuple):
-    """What a product with a residual sum reads and writes besides: the residual and rows `z` `[T, N]`, the
-    norm of the sum, and the sums of squares `[T, S]`.
-    """
-
-    residual: torch.Tensor
-    norm: NextNorm | None
-    z: torch.Tensor
-    squares: torch.Tensor
-
-
 @dataclass(frozen=True)
 class SplitProduct:
-    """A product of up to a few rows with `weight` of `num_lines` lines, its `scales` and `bias` `[N]` or
-    None, as the operations of `normed_linear`. `kernel` is given the other arguments of `form`, too.
+    """A product of few rows with `weight` `[N, ...]`, its `scales` and `bias` `[N]` or None, as the
+    operations of `normed_linear`. `kernel` is given the other arguments of `form`, too.
     """
 
     kernel: Kernel
     weight: torch.Tensor
     scales: torch.Tensor
     bias: torch.Tensor | None
-    num_lines: int
     form: Mapping[str, object] = field(default_factory=dict)
 
     def plain(self, x: torch.Tensor, tile: SplitTile, *, is_gated: bool = False) -> torch.Tensor:
         """`x` `[T, H]` -> `[T, N]`; with `is_gated`, as `linear_triton`, `[T, N/2]`."""
         y = self._outputs(x, is_gated)
-        self._launch(UnscaledRows(x, y, 0.0), y, tile, is_gated=is_gated)
+        no_squares = y  # which are not read
+        self._launch(UnscaledRows(x, no_squares, 0.0), y, tile, is_gated=is_gated)
         return y
 
     def scaled(self, rows: UnscaledRows, tile: SplitTile, *, is_gated: bool = False) -> torch.Tensor:
@@ -166,16 +155,13 @@ class SplitProduct:
     def summed(
         self, x: torch.Tensor, residual: torch.Tensor, norm: NextNorm | None, tile: SplitTile
     ) -> tuple[torch.Tensor, UnscaledRows | None]:
-        """As `sum_linear`."""
-        total = torch.empty_like(residual, memory_format=torch.contiguous_format)
-        z = total if norm is None else torch.empty_like(total)
-        squares = torch.empty(len(x), cdiv(total.shape[1], tile.out), dtype=torch.float32, device=x.device)
-        sums = Sums(residual.contiguous(), norm, z, squares)
-        self._launch(UnscaledRows(x, squares, 0.0), total, tile, sums=sums)
-        return total, None if norm is None else UnscaledRows(z, squares, norm.eps)
+        """As `sum_linear`. Raises ValueError for a residual that does not fit."""
+        total, sums = new_sums(x, len(self.weight), residual, norm, tile.out)
+        self._launch(UnscaledRows(x, sums.squares, 0.0), total, tile, sums=sums)
+        return total, sums.rows()
 
     def _outputs(self, x: torch.Tensor, is_gated: bool) -> torch.Tensor:
-        size = self.num_lines // 2 if is_gated else self.num_lines
+        size = len(self.weight) // (2 if is_gated else 1)
         return torch.empty(x.shape[0], size, dtype=x.dtype, device=x.device)
 
     def _launch(

@@ -71,6 +71,11 @@ def sizes(most: int) -> list[int]:
     return sorted(size for size in found if 1 <= size <= most)
 
 
+def row_counts(most: int) -> list[int]:
+    """As `sizes`, for the rows of a forward: experts may be joined for three rows and not for four."""
+    return sorted({*sizes(most), min(3, most)})
+
+
 def extend_shapes(rows: int, prompts: int, max_context: int) -> Iterator[ExtendShape]:
     """Batches of up to `rows` new rows of up to `prompts` requests, one for each variant of attention.
 
@@ -125,7 +130,7 @@ class VariantPlanner:
     def prompts(self, batches: Sequence[ForwardBatch]) -> None:
         """Forwards of the target over prompts: each number of rows once, attention for each batch."""
         most = max(batch.num_tokens for batch in batches)
-        inputs = [self._body(count) for count in sizes(most)][-1]
+        inputs = [self._body(count) for count in row_counts(most)][-1]
         self._recorded_body(most)
         seen_forms = one_of_each(inputs.forms)
         for number, batch in enumerate(batches):
@@ -233,12 +238,14 @@ def first_layers(model: CausalLM) -> CausalLM:
     """`model` with its first layers, NUM_LAYERS or more, up to the last one that is unlike those before it,
     and with its last layer, which begins no other.
 
-    It shares the weights. Layers are alike by their class and the form of their attention.
+    It shares the weights. Layers are alike by their class, the form of their attention, and the classes of
+    their projections and of those of the layer before.
     """
     layers = getattr(model, "layers", None)
     if not isinstance(layers, list) or len({type(layer) for layer in layers}) != 1:
         return model
-    kinds = [_kind(layer) for layer in layers]
+    forms = [_projections(layer) for layer in layers]
+    kinds = list(zip(map(_kind, layers), forms, [(), *forms], strict=False))
     count = max(NUM_LAYERS, *(1 + kinds.index(kind) for kind in kinds))
     short = copy.copy(model)
     vars(short)["layers"] = [*layers[:count], *layers[max(count, len(layers) - 1) :]]
@@ -250,6 +257,15 @@ def _kind(layer: object) -> tuple[int, float, bool, bool, type]:
     attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
     form: AttentionForm = getattr(attention, "form", PLAIN_FORM)
     return form.window, form.softcap, form.sinks is None, bool(getattr(attention, "turns", True)), type(mlp)
+
+
+def _projections(layer: object) -> tuple[type, ...]:
+    """The classes of the projections of a layer, which have kernels of their own where weights are stored in
+    another form.
+    """
+    parts = [getattr(layer, name, None) for name in ("attention", "mlp")]
+    names = ("qkv", "output", "gate_up", "down")
+    return tuple(type(getattr(part, name, None)) for part in parts for name in names)
 
 
 def one_of_each(forms: Sequence[AttentionForm]) -> list[AttentionForm]:

@@ -14,6 +14,7 @@ from baton.kernels.fp8_few_rows import most_rows
 from baton.kernels.fp8_linear import fp8_linear, fp8_linear_reference
 from baton.kernels.fp8_scales import FP8_ROUNDING
 from baton.kernels.int4_linear import dequantise_int4_triton, int4_linear, int4_linear_reference
+from baton.kernels.int4_values import Int4Weight
 from baton.tests.kernels.cases import randn
 from baton.tests.kernels.quant_cases import fp8_weight, int4_weight
 from baton.tests.parity.quant_toys import FORMS, write_quantised
@@ -77,7 +78,7 @@ def check_few_rows(group: int, dtype: torch.dtype) -> None:
         bias = randn(out_size, dtype=dtype, seed=2)
         wide = torch.full((5, in_size + 4), float("nan"), dtype=dtype)
         wide[:, :in_size] = randn(5, in_size, dtype=dtype)
-        weight = int4_rows.Int4Weight(*(part.cuda() for part in parts))
+        weight = Int4Weight(*(part.cuda() for part in parts))
         for count in range(1, int4_rows.MAX_ROWS + 1):
             x = wide.cuda()[:count, :in_size]
             assert int4_rows.can_run(x, weight) is (group >= 64 and dtype == torch.bfloat16)

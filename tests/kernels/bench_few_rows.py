@@ -19,7 +19,7 @@ from functools import partial
 import torch
 from baton.kernels.expert_mlp import PLAIN_EXPERTS, ExpertForm, expert_mlp
 from baton.kernels.few_experts import FewExperts, FewTile, few_experts_triton, router_logits_triton
-from baton.kernels.few_packed_experts import FewPackedTile, first_products, second_products
+from baton.kernels.few_packed_experts import first_products, second_products
 from baton.kernels.fp8_linear import fp8_linear
 from baton.kernels.fp8_rows import RowsShape, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.fp8_scales import Fp8Weight
@@ -36,6 +36,7 @@ from baton.kernels.rotary_product import rotary_product_triton
 from baton.kernels.rotate_store import HeadNorms, rotate_store_triton
 from baton.kernels.route_experts import Routing, route_experts
 from baton.kernels.skinny_linear import SkinnyShape, gated_linear, linear
+from baton.kernels.split_rows import SplitTile
 from baton.kernels.triton_jit import planned_launches
 from baton.kernels.verify_attention import paged_verify_triton
 
@@ -331,7 +332,7 @@ def packed_section(
         delta = packed_experts(normed, ids, weights, gate_up[layer], down[layer], form=form)
         return add_rms_norm(delta, middle, norms[1].weight, EPS)
 
-    def joined(first: FewPackedTile | None, second: FewPackedTile | None, layer: int) -> tuple[Result, ...]:
+    def joined(first: SplitTile | None, second: SplitTile | None, layer: int) -> tuple[Result, ...]:
         middle, rows = sum_linear_triton(attended, output[layer], output_bias, residual, norms[0])
         weights = FewExperts(
             routing, router[layer], gate_up[layer], down[layer], router_bias=router_bias, form=form
@@ -341,9 +342,9 @@ def packed_section(
 
     section.ways += [Way("apart", apart), Way("joined", partial(joined, None, None))]
     for tile in FIRST_PACKED_TILES:
-        section.ways.append(Way(f"joined, first {tile}", partial(joined, FewPackedTile(*tile), None)))
+        section.ways.append(Way(f"joined, first {tile}", partial(joined, SplitTile(*tile), None)))
     for tile in SECOND_PACKED_TILES:
-        section.ways.append(Way(f"joined, second {tile}", partial(joined, None, FewPackedTile(*tile))))
+        section.ways.append(Way(f"joined, second {tile}", partial(joined, None, SplitTile(*tile))))
     middle, rows = sum_linear_triton(attended, output[0], output_bias, residual, norms[0])
     logits = random(num_rows, num_experts).float()
 

@@ -20,6 +20,7 @@ from baton.kernels import (
 from baton.kernels.expert_mlp import ExpertForm
 from baton.kernels.few_experts import FewExperts
 from baton.kernels.fp8_scales import BLOCK, FP8, Fp8Weight, dequantise_fp8, raw
+from baton.kernels.int4_values import Int4Weight
 from baton.kernels.packed_experts import MXFP4, PackedMatrices
 from baton.kernels.rms_norm import NextNorm
 from baton.kernels.route_experts import Routing
@@ -179,18 +180,18 @@ def check_norm_between_int4_products(
     norm = NextNorm(1 + 0.3 * randn(width, dtype=dtype, seed=5), 1e-2, 1.0)
     biases = [randn(n, dtype=dtype, seed=3) if has_bias else None for n in (width, 2 * 28)]
     weights = [
-        int4_rows.Int4Weight(*int4_weight(out, inner, group), bias)
+        Int4Weight(*int4_weight(out, inner, group), bias)
         for (out, inner), bias in zip(((width, in_size), (2 * 28, width)), biases, strict=True)
     ]
     moved = [
-        int4_rows.Int4Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights
+        Int4Weight(*(None if x is None else x.to(device) for x in weight)) for weight in weights
     ]
     shape = split_rows.SplitTile(out=tile[0], splits=tile[1], num_warps=4, num_stages=3)
     x, packed = wide.to(device)[:num_rows, :in_size], wide[:num_rows, :in_size].contiguous()
     total, rows = int4_rows.sum_int4_triton(
         x, moved[0], residual.to(device), norm._replace(weight=norm.weight.to(device)), tile=shape
     )
-    exact = int4_rows.Int4Weight.values(weights[0], FLOAT32), int4_rows.Int4Weight.values(weights[1], FLOAT32)
+    exact = weights[0].values(FLOAT32), weights[1].values(FLOAT32)
     plain = torch.nn.functional.linear(packed.float(), exact[0])
     plain = (plain if biases[0] is None else plain + biases[0].float()).to(dtype)
     assert rows is not None
@@ -198,7 +199,8 @@ def check_norm_between_int4_products(
     assert_close(rows.z, ((plain + residual).float() * (1 + norm.weight.float())).to(dtype), bfloat16=6e-2)
     mean = total.cpu().float().pow(2).mean(1, keepdim=True)
     torch.testing.assert_close(rows.scale().cpu(), torch.rsqrt(mean + 1e-2), atol=1e-5, rtol=1e-5)
-    last, nothing = int4_rows.sum_int4_triton(x, moved[0], residual.to(device), None, tile=shape)
+    turned = [each.t().contiguous().t() for each in (x, residual.to(device))]
+    last, nothing = int4_rows.sum_int4_triton(turned[0], moved[0], turned[1], None, tile=shape)
     assert nothing is None
     assert torch.equal(last, total)
     kept = normed_linear.UnscaledRows(rows.z.cpu().float(), rows.squares.cpu(), rows.eps)
@@ -380,12 +382,12 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for sizes, dtype in (((515, 576), BFLOAT16), ((130, 2052), torch.float16)):
         yield check_logits_of_a_row, (sizes, dtype)
     for has_blocks, has_bias, dtype in (
-        (False, True, FLOAT32), (True, False, FLOAT32), (False, False, BFLOAT16), (True, True, BFLOAT16),
+        (True, True, BFLOAT16), (False, True, FLOAT32), (True, False, FLOAT32), (False, False, BFLOAT16),
     ):  # fmt: skip
-        for num_rows in (1, 3, 4):
+        for num_rows in (3, 1, 4):
             yield check_norm_between_fp8_products, (num_rows, has_blocks, has_bias, dtype)
     for sizes, group, tile, has_bias, dtype in (
-        ((1, 512, 384), 128, (16, 8), False, BFLOAT16), ((3, 640, 256), 128, (16, 4), True, BFLOAT16),
+        ((3, 640, 256), 128, (16, 4), True, BFLOAT16), ((1, 512, 384), 128, (16, 8), False, BFLOAT16),
         ((4, 192, 192), 64, (128, 1), True, BFLOAT16), ((2, 192, 320), 64, (32, 4), False, torch.float16),
         ((1, 512, 256), 256, (16, 4), True, FLOAT32), ((2, 320, 320), 320, (16, 8), True, BFLOAT16),
     ):  # fmt: skip

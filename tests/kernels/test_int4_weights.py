@@ -9,6 +9,7 @@ from baton.kernels import int4_cpu, int4_fragments, int4_mma, int4_rows, mxfp4
 from baton.kernels.int4_linear import MAX_MMA_ROWS, MAX_ROWS, int4_linear
 from baton.kernels.int4_values import (
     UNITS,
+    Int4Weight,
     check_int4,
     dequantise_int4,
     pack_groups,
@@ -174,6 +175,7 @@ def test_a_gluon_that_is_not_known_is_not_used(
     plan: Callable[..., list[Launch]], monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(int4_fragments, "has_gluon", lambda: False)
+    assert names(plan(int4_rows.MAX_ROWS, NARROW_OUT, (9, 0))) == ["_int4_rows_kernel"]
     assert names(plan(int4_rows.MAX_ROWS + 1, NARROW_OUT, (9, 0))) == ["_dequantise_kernel"]
 
 
@@ -217,7 +219,7 @@ def test_the_kernel_for_older_gpus_compiles_for_an_a100(compiled_for_a100: list[
     for is_gated in (False, True):
         for num_rows in range(1, int4_rows.MAX_ROWS + 1):
             words, groups = torch.zeros(NARROW_OUT, IN // 8).int(), torch.zeros(IN // 128, NARROW_OUT).int()
-            weight, x = int4_rows.Int4Weight(words, groups), torch.zeros(num_rows, IN, dtype=torch.bfloat16)
+            weight, x = Int4Weight(words, groups), torch.zeros(num_rows, IN, dtype=torch.bfloat16)
             int4_rows.int4_rows_triton(x, weight, is_gated=is_gated, has_pairs=True)
     assert len(compiled_for_a100) == 18 + 2 * int4_rows.MAX_ROWS
     for _, kernel in compiled_for_a100:

@@ -33,7 +33,8 @@ from baton.kernels.gather_context import gather_context, gather_context_triton
 from baton.kernels.int4_linear import dequantise_int4_triton
 from baton.kernels.int4_mma import int4_mma_triton
 from baton.kernels.int4_rows import MAX_ROWS as MOST_INT4_ROWS
-from baton.kernels.int4_rows import Int4Weight, scaled_int4_triton, sum_int4_triton
+from baton.kernels.int4_rows import scaled_int4_triton, sum_int4_triton
+from baton.kernels.int4_values import Int4Weight
 from baton.kernels.int4_wgmma import int4_wgmma_triton
 from baton.kernels.invariant_attention import Rows, invariant_attention_triton
 from baton.kernels.kv_store import store_kv_triton
@@ -276,7 +277,7 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
     blocks = eighths._replace(scales=torch.zeros(16, 16))
     for count, given in ((2, eighths), (3, eighths), (4, blocks)):
-        many, tiles = weight[:count], [few_rows_tile(count, is_gated=is_gated) for is_gated in (False, True)]
+        many, tiles = weight[:count], [few_rows_tile(count, is_gated) for is_gated in (False, True)]
         product = few_rows_product(many, given, has_pairs=True)
         _, rows = product.summed(many, many, norm, tiles[0])
         for is_gated in (False, True):

@@ -15,8 +15,8 @@ Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQM
 import torch
 
 from ....kernels import int4_cpu
-from ....kernels.int4_rows import MAX_ROWS, Int4Weight, can_join, scaled_int4, sum_int4
-from ....kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
+from ....kernels.int4_rows import MAX_ROWS, can_join, scaled_int4, sum_int4
+from ....kernels.int4_values import Int4Weight, dequantise_int4, pack_groups, pack_int4, unit_of
 from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_int4_linear
 from ....kernels.rms_norm import NextNorm

@@ -61,11 +61,19 @@ FAMILIES = {
     | {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 1,
     "head_dim": 16}, }  # fmt: skip
 FAMILIES["qwen3-moe in 4 bits"] = FAMILIES["qwen3-moe"] | {"hidden_size": 128, "moe_intermediate_size": 128}
+FAMILIES["qwen3-moe wholly in 4 bits"] = FAMILIES["qwen3-moe in 4 bits"] | {"head_dim": 64}
+FAMILIES["qwen3-moe with attention in 8 bits"] = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 1024}
 FAMILIES["llama in 4 bits"] = FAMILIES["llama"] | {"intermediate_size": 256}
 QUANTISED = {
     "llama in 8 bits": "fp8", "gpt-oss in 4 bits": "mxfp4", "qwen3-moe in 4 bits": "int4",
-    "llama in 4 bits": "int4",
+    "llama in 4 bits": "int4", "qwen3-moe wholly in 4 bits": "int4",
+    "qwen3-moe with attention in 8 bits": "fp8",
 }  # fmt: skip
+# Modules that are not quantised, by the key of the form.
+PLAIN = {
+    "qwen3-moe in 4 bits": {"modules_to_not_convert": ["self_attn"]},
+    "qwen3-moe with attention in 8 bits": {"ignore": ["re:.*mlp.*", "lm_head"]},
+}
 
 
 def model_of(
@@ -73,8 +81,8 @@ def model_of(
 ) -> CausalLM:
     form = QUANTISED.get(family, "none")
     monkeypatch.setitem(SHAPES, family, FAMILIES[family])
-    if family == "qwen3-moe in 4 bits":
-        monkeypatch.setitem(FORMS, "int4", FORMS["int4"] | {"modules_to_not_convert": ["self_attn"]})
+    if family in PLAIN:
+        monkeypatch.setitem(FORMS, form, FORMS[form] | PLAIN[family])
     monkeypatch.setattr(int4_cpu, "can_pack", lambda *given: False)
     folder = Path(mkdtemp(dir=tmp_path))
     model = build_model(target_config(family, "", folder, form), dtype=dtype, joins=joins)
@@ -119,7 +127,8 @@ def slow_but(quick: set[tuple[object, ...]], cases: Iterable[tuple[object, ...]]
 # Requests and rows of each: as many as are joined.
 MOST_ROWS = {
     "llama in 8 bits": (2, 2), "llama in 4 bits": (2, 2), "gpt-oss in 4 bits": (2, 1),
-    "qwen3-moe in 4 bits": (2, 1),
+    "qwen3-moe in 4 bits": (2, 1), "qwen3-moe wholly in 4 bits": (2, 1),
+    "qwen3-moe with attention in 8 bits": (1, 3),
 }  # fmt: skip
 WITH_EXPERTS = ("qwen3-moe", "gpt-oss", "deepseek-v2")
 QUICK = ("llama", "llama in 4 bits", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
@@ -172,15 +181,16 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         found += [launch.kernel.__name__ for launch in planned] + counted.names
 
 
-def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The launches of the third layer of four, in a step of one row."""
+def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch, num_rows: int = 1) -> list[str]:
+    """The launches of the third layer of four, in a step of one row of each of `num_rows` requests."""
     counts = []
     for num_layers in (2, 3):
         short = model.layers[:num_layers]
         with monkeypatch.context() as patch:
             patch.setattr(model, "layers", [*short, model.layers[-1]])
             pool = KVPool(65, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
-            table, lens, one = torch.arange(1, 65).view(1, 64), torch.tensor([6]), torch.tensor([5])
+            table, lens = torch.arange(1, 65).expand(num_rows, -1).contiguous(), torch.full((num_rows,), 6)
+            one = torch.full((num_rows,), 5)
             with as_on_a_gpu(monkeypatch) as found:
                 plan = plan_rows(pool, kv_rows(one + 4, pool.kv), table, lens, is_recorded=True)
                 model.body(model.embed(one), one, plan)
@@ -228,6 +238,24 @@ def test_a_decode_layer_of_one_row_has_few_launches(
     model = model_of(family, joins, torch.bfloat16, tmp_path, monkeypatch)
     found = launches_a_layer(model, monkeypatch)
     assert len(found) == LIMITS[family, names], found
+
+
+@pytest.mark.parametrize(
+    ("family", "kernel", "rounds"),
+    [("llama in 8 bits", "_fp8_few_rows_kernel", True), ("llama in 4 bits", "_int4_rows_kernel", False)],
+)
+@torch.no_grad()
+def test_small_weights_join_up_to_four_rows(
+    family: str, kernel: str, rounds: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    model = model_of(family, None, torch.bfloat16, tmp_path, monkeypatch)
+    few, more = (launches_a_layer(model, monkeypatch, num_rows) for num_rows in (4, 5))
+    assert (few.count(kernel), few.count("_rms_norm_kernel")) == (4, 0), few
+    assert (more.count(kernel), more.count("_rms_norm_kernel")) == (0, 2), more
+    assert ("_quantise_kernel" in more) is rounds, more
+    half = model_of(family, None, torch.float16, tmp_path, monkeypatch)
+    assert launches_a_layer(half, monkeypatch, 4).count(kernel) == 0
 
 
 @pytest.mark.parametrize("family", ["gpt-oss", "gpt-oss in 4 bits", "qwen3-moe in 4 bits"])

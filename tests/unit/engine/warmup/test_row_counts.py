@@ -1,0 +1,73 @@
+"""A dry run over some numbers of rows and some layers meets the kernels of all."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from baton.engine.kv.pool import KVPool
+from baton.engine.models.interface import CausalLM
+from baton.engine.row_plans import plan_rows
+from baton.engine.warmup.variants import first_layers, row_counts
+from baton.kernels import skinny_linear
+from baton.kernels.kv_store import kv_rows
+from baton.kernels.triton_jit import planned_launches
+from baton.tests.unit.engine.models.test_joined_layers import FAMILIES, PAGE_SIZE, PLAIN, QUANTISED, model_of
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+MOST_ROWS = 20
+
+
+def variants(model: CausalLM, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
+    """What a step of one row of each of `num_rows` requests launches on an H200."""
+    pool = KVPool(65, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
+    table, lens = torch.arange(1, 65).expand(num_rows, -1).contiguous(), torch.full((num_rows,), 6)
+    places = torch.full((num_rows,), 5)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+        patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
+        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned:
+            plan = plan_rows(pool, kv_rows(places + 4, pool.kv), table, lens, is_recorded=True)
+            hidden, _ = model.body(model.embed(places), places, plan)
+            model.compute_logits(hidden)
+    return {launch.variant for launch in planned}
+
+
+@pytest.fixture
+def triton() -> None:
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama", "llama in 8 bits", "llama in 4 bits", "qwen3-moe wholly in 4 bits",
+        "qwen3-moe with attention in 8 bits",
+    ],
+)  # fmt: skip
+@torch.no_grad()
+def test_any_number_of_rows_launches_what_a_dry_run_met(
+    family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    model = first_layers(model_of(family, None, torch.bfloat16, tmp_path, monkeypatch))
+    met = set().union(*(variants(model, count, monkeypatch) for count in row_counts(MOST_ROWS)))
+    for count in range(1, MOST_ROWS + 1):
+        assert not variants(model, count, monkeypatch) - met, count
+
+
+@pytest.mark.usefixtures("triton")
+@pytest.mark.parametrize("module", ["mlp", "self_attn"])
+@torch.no_grad()
+def test_layers_whose_weights_are_stored_otherwise_are_not_left_out(
+    module: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor those behind them, whose first product meets the tiles of another kernel."""
+    monkeypatch.setitem(FAMILIES, "mixed", FAMILIES["llama in 4 bits"] | {"num_hidden_layers": 7})
+    monkeypatch.setitem(QUANTISED, "mixed", "int4")
+    monkeypatch.setitem(PLAIN, "mixed", {"modules_to_not_convert": [f"model.layers.3.{module}"]})
+    model = model_of("mixed", None, torch.bfloat16, tmp_path, monkeypatch)
+    short = first_layers(model)
+    assert len(short.layers) == 6
+    for count in (1, 2, 4, 8):
+        assert variants(short, count, monkeypatch) == variants(model, count, monkeypatch), count
