@@ -20,7 +20,7 @@ from .expert_mlp import PLAIN_EXPERTS, ExpertForm, experts_by_definition
 from .expert_products import store_expert_tile
 from .few_packed_experts import first_products, second_products
 from .joined_experts import choose_expert, store_row_sum
-from .normed_linear import UnscaledRows, scaled_linear_reference, sum_linear_reference
+from .normed_linear import UnscaledRows, new_sums, scaled_linear_reference, sum_linear_reference
 from .packed_experts import PackedMatrices, check_matrices
 from .rms_norm import NextNorm
 from .route_experts import LARGEST, SMALLEST_SUM, Routing, route_experts_reference
@@ -417,8 +417,7 @@ def few_experts_triton(
         **chained(residual.device),
         num_warps=first.num_warps,
     )
-    total, z = torch.empty_like(residual), torch.empty_like(residual)
-    sums = torch.empty(num_rows, cdiv(hidden, second.out), dtype=torch.float32, device=residual.device)
+    total, sums = new_sums(residual, hidden, residual, norm, second.out)
     _second_kernel[(cdiv(hidden, second.out), num_rows)](
         inner,
         ids,
@@ -426,11 +425,11 @@ def few_experts_triton(
         experts.down,
         experts.down if form.down_bias is None else form.down_bias,
         experts.down if experts.shared_down is None else experts.shared_down,
-        residual,
+        sums.residual,
         residual if norm is None else norm.weight,
         total,
-        z,
-        sums,
+        sums.z,
+        sums.squares,
         TOP_K=routing.top_k,
         BLOCK_K=next_power_of_2(routing.top_k),
         NUM_SHARED=num_shared,
@@ -444,7 +443,7 @@ def few_experts_triton(
         **chained(residual.device),
         num_warps=second.num_warps,
     )
-    return total, None if norm is None else UnscaledRows(z, sums, norm.eps), ids
+    return total, sums.rows(), ids
 
 
 def _packed_triton(

@@ -15,7 +15,7 @@ from .chained_launch import chained, release_next, wait_for_previous
 from .expert_mlp import ExpertForm
 from .expert_products import store_expert_tile
 from .joined_experts import choose_expert, store_row_sum
-from .normed_linear import MIN_ROWS, UnscaledRows
+from .normed_linear import MIN_ROWS, UnscaledRows, new_sums
 from .packed_experts import PackedMatrices
 from .packed_product import packed_product
 from .packed_words import UNIT, unpacks_pairs
@@ -276,22 +276,20 @@ def second_products(
     num_rows, hidden = residual.shape
     top_k, inner_size = ids.shape[1], inner.shape[1]
     chosen = tile or second_tile(top_k)
-    total, z = torch.empty_like(residual), torch.empty_like(residual)
-    tiles = cdiv(hidden, chosen.out)
-    sums = torch.empty(num_rows, tiles, dtype=torch.float32, device=residual.device)
+    total, sums = new_sums(residual, hidden, residual, norm, chosen.out)
     block_k = next_power_of_2(top_k)
-    _second_packed_kernel[(tiles, num_rows)](
+    _second_packed_kernel[(cdiv(hidden, chosen.out), num_rows)](
         inner,
         ids,
         weights,
         down.words,
         down.scales,
         residual if form.down_bias is None else form.down_bias,
-        residual,
+        sums.residual,
         residual if norm is None else norm.weight,
         total,
-        z,
-        sums,
+        sums.z,
+        sums.squares,
         TOP_K=top_k,
         BLOCK_K=block_k,
         HAS_BIAS=form.down_bias is not None,
@@ -311,4 +309,4 @@ def second_products(
         num_warps=chosen.num_warps,
         num_stages=chosen.num_stages,
     )
-    return total, None if norm is None else UnscaledRows(z, sums, norm.eps)
+    return total, sums.rows()

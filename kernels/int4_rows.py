@@ -27,16 +27,16 @@ CAPABILITY = (8, 0)  # the first compute capability with matrix instructions of 
 MIN_UNIT = 64  # inputs: the steps of a matrix instruction take 16 words
 
 
-def can_join(dtype: torch.dtype, unit: int) -> bool:
-    """Whether norms and sums are joined for rows of `dtype` and units of `unit` inputs. float16 has no
+def most_rows(dtype: torch.dtype, unit: int) -> int:
+    """Up to how many rows of `dtype` are multiplied here with units of `unit` inputs. float16 has no
     instruction here that unpacks pairs.
     """
-    return dtype != torch.float16 and unit >= MIN_UNIT
+    return MAX_ROWS if dtype != torch.float16 and unit >= MIN_UNIT else 0
 
 
 def can_run(x: torch.Tensor, weight: Int4Weight) -> bool:
     """Whether the kernel is the one for rows `x` `[T, H]` on a CUDA device."""
-    is_few = x.shape[0] <= MAX_ROWS and x.dtype == torch.bfloat16 and weight.unit >= MIN_UNIT
+    is_few = x.dtype == torch.bfloat16 and x.shape[0] <= most_rows(x.dtype, weight.unit)
     return is_few and torch.cuda.get_device_capability(x.device) >= CAPABILITY
 
 

@@ -15,7 +15,7 @@ Sources: AutoAWQ (WQLinear_GEMM.from_linear), AutoGPTQ (QuantLinear.pack), GPTQM
 import torch
 
 from ....kernels import int4_cpu
-from ....kernels.int4_rows import MAX_ROWS, can_join, scaled_int4, sum_int4
+from ....kernels.int4_rows import most_rows, scaled_int4, sum_int4
 from ....kernels.int4_values import Int4Weight, dequantise_int4, pack_groups, pack_int4, unit_of
 from ....kernels.normed_linear import UnscaledRows
 from ....kernels.ops import recorded_int4_linear
@@ -133,8 +133,7 @@ class Int4Projection:
         self._is_for_cpu = not is_invariant and int4_cpu.can_pack(
             torch.device(device), dtype, out_size, form.group_size
         )
-        is_joined = can_join(dtype, self.unit) and not self._is_for_cpu
-        self.joined_rows = MAX_ROWS if is_joined else 0
+        self.joined_rows = 0 if self._is_for_cpu else most_rows(dtype, self.unit)
 
     def __call__(self, x: torch.Tensor | UnscaledRows) -> torch.Tensor:
         return self._product(x, is_gated=False)

@@ -1,6 +1,6 @@
 """Layers whose steps share launches: the same values, and fewer launches."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from itertools import product
@@ -25,7 +25,7 @@ from baton.kernels.few_experts import few_experts
 from baton.kernels.fp8_scales import FP8
 from baton.kernels.kv_store import kv_rows
 from baton.kernels.row_ops import FASTEST, INVARIANT, JOIN_NAMES, NO_JOINS, Joins, named_joins
-from baton.kernels.triton_jit import planned_launches
+from baton.kernels.triton_jit import Launch, planned_launches
 from baton.tests.parity.eagle3_toys import head_config, head_tensors, toy_target, write_head
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -169,16 +169,36 @@ class CountOps(TorchDispatchMode):
 
 
 @contextmanager
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """Collects the names of the launches of an H200, without one."""
-    found: list[str] = []
+def planned_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Launch]]:
+    """Collects the launches of kernels on an H200, without one."""
     with monkeypatch.context() as patch:
         patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
         patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
         patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned, CountOps() as counted:
-            yield found
-        found += [launch.kernel.__name__ for launch in planned] + counted.names
+        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned:
+            yield planned
+
+
+@contextmanager
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Collects the names of all launches of an H200, without one."""
+    found: list[str] = []
+    with planned_on_a_gpu(monkeypatch) as planned, CountOps() as counted:
+        yield found
+    found += [launch.kernel.__name__ for launch in planned] + counted.names
+
+
+def one_row_each(model: CausalLM, num_rows: int) -> Callable[[], torch.Tensor]:
+    """A step of one row of each of `num_rows` requests, to be run."""
+    pool = KVPool(65, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
+    table, lens = torch.arange(1, 65).expand(num_rows, -1).contiguous(), torch.full((num_rows,), 6)
+    places = torch.full((num_rows,), 5)
+
+    def run() -> torch.Tensor:
+        plan = plan_rows(pool, kv_rows(places + 4, pool.kv), table, lens, is_recorded=True)
+        return model.body(model.embed(places), places, plan)[0]
+
+    return run
 
 
 def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch, num_rows: int = 1) -> list[str]:
@@ -188,12 +208,9 @@ def launches_a_layer(model: CausalLM, monkeypatch: pytest.MonkeyPatch, num_rows:
         short = model.layers[:num_layers]
         with monkeypatch.context() as patch:
             patch.setattr(model, "layers", [*short, model.layers[-1]])
-            pool = KVPool(65, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
-            table, lens = torch.arange(1, 65).expand(num_rows, -1).contiguous(), torch.full((num_rows,), 6)
-            one = torch.full((num_rows,), 5)
+            run = one_row_each(model, num_rows)
             with as_on_a_gpu(monkeypatch) as found:
-                plan = plan_rows(pool, kv_rows(one + 4, pool.kv), table, lens, is_recorded=True)
-                model.body(model.embed(one), one, plan)
+                run()
             counts.append(found)
     few, more = counts
     rest = list(more)

@@ -4,32 +4,25 @@ from pathlib import Path
 
 import pytest
 import torch
-from baton.engine.kv.pool import KVPool
 from baton.engine.models.interface import CausalLM
-from baton.engine.row_plans import plan_rows
 from baton.engine.warmup.variants import first_layers, row_counts
-from baton.kernels import skinny_linear
-from baton.kernels.kv_store import kv_rows
-from baton.kernels.triton_jit import planned_launches
-from baton.tests.unit.engine.models.test_joined_layers import FAMILIES, PAGE_SIZE, PLAIN, QUANTISED, model_of
-from torch._subclasses.fake_tensor import FakeTensorMode
+from baton.tests.unit.engine.models.test_joined_layers import (
+    FAMILIES,
+    PLAIN,
+    QUANTISED,
+    model_of,
+    one_row_each,
+    planned_on_a_gpu,
+)
 
 MOST_ROWS = 20
 
 
 def variants(model: CausalLM, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
     """What a step of one row of each of `num_rows` requests launches on an H200."""
-    pool = KVPool(65, model.kv_layout(PAGE_SIZE), torch.device("cpu"))
-    table, lens = torch.arange(1, 65).expand(num_rows, -1).contiguous(), torch.full((num_rows,), 6)
-    places = torch.full((num_rows,), 5)
-    with monkeypatch.context() as patch:
-        patch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-        patch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-        with FakeTensorMode(allow_non_fake_inputs=True), planned_launches() as planned:
-            plan = plan_rows(pool, kv_rows(places + 4, pool.kv), table, lens, is_recorded=True)
-            hidden, _ = model.body(model.embed(places), places, plan)
-            model.compute_logits(hidden)
+    run = one_row_each(model, num_rows)
+    with planned_on_a_gpu(monkeypatch) as planned:
+        model.compute_logits(run())
     return {launch.variant for launch in planned}
 
 
