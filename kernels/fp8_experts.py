@@ -23,15 +23,17 @@ from .expert_mlp import PLAIN_EXPERTS, Dequantised, ExpertForm, experts_by_defin
 from .expert_products import (
     FEW_SLOTS,
     MIN_TILE_ROWS,
-    SOME_SLOTS,
     check_experts,
     expert_tiles,
     store_expert_tile,
 )
 from .fp8_expert_rows import fp8_expert_rows_triton
 from .fp8_scales import BLOCK, FP8, check_scales, dequantise_fp8
+from .fp8_tile import by_outputs, fp8_tile
 from .quantise_rows import quantise_rows
 from .triton_jit import cdiv, jit_varying, tl
+
+MIDDLE_SLOTS, MANY_SLOTS = 32, 80  # of an expert on average, up to which tiles have 32 and 64 rows
 
 
 class Fp8Matrices(NamedTuple):
@@ -68,7 +70,7 @@ def fp8_experts_reference(
     return experts_by_definition(x, ids, weights, first, second, is_invariant, form)
 
 
-@jit_varying("num_slots")
+@jit_varying("num_slots", "x_scale_stride")
 def _fp8_experts_kernel(
     p_x: tl.tensor,
     p_x_scales: tl.tensor,
@@ -105,60 +107,24 @@ def _fp8_experts_kernel(
     expert = tl.load(p_experts + i_tile).to(tl.int64)
     m_slot = b_slot < num_slots
     m_out = i_out < out_size
-    i_offset = tl.arange(0, BLOCK_IN)
     i_row = (b_slot // SLOTS_A_ROW).to(tl.int64)
     p_rows = p_x + i_row[None, :] * x_stride
     rows_of_expert = out_size * 2 if IS_GATED else out_size
     first_row = expert * rows_of_expert + tl.minimum(i_out, out_size - 1)
     p_outs = p_weight + first_row[:, None] * in_size
-    p_ups = p_outs + out_size.to(tl.int64) * in_size
+    p_row_scales = p_x_scales + i_row
     p_out_scales = p_scales + expert * expert_scales
-    p_up_scales = p_out_scales + out_size
-    o_scale = i_out
-    if HAS_BLOCKS:
-        p_up_scales = p_out_scales + (out_size // SCALE_BLOCK) * scale_stride
-        o_scale = (i_out // SCALE_BLOCK) * scale_stride
-    b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
-    b_up = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
-    for first in range(0, in_size, BLOCK_IN):
-        i_in = first + i_offset
-        if IS_EVEN:  # whole tiles of inputs; an output behind the last is read as the last
-            b_x = tl.load(p_rows + i_in[:, None], mask=m_slot[None, :], other=0.0)
-            b_weight = tl.load(p_outs + i_in[None, :])
-        else:
-            m_in = i_in < in_size
-            b_x = tl.load(p_rows + i_in[:, None], mask=m_in[:, None] & m_slot[None, :], other=0.0)
-            b_weight = tl.load(p_outs + i_in[None, :], mask=m_in[None, :], other=0.0)
-        b_weight = b_weight.to(b_x.dtype)
-        if HAS_BLOCKS:
-            b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
-            if IS_ROUNDED:
-                o_x_scale = i_row * x_scale_stride + first // SCALE_BLOCK
-                b_x_scales = tl.load(p_x_scales + o_x_scale, mask=m_slot, other=0.0)
-            b_scales = tl.load(p_out_scales + o_scale + first // SCALE_BLOCK, mask=m_out, other=0.0)
-            b_both = b_scales[:, None] * b_x_scales[None, :]
-            b_y += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
-        else:
-            b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
-        if IS_GATED:
-            if IS_EVEN:
-                b_weight = tl.load(p_ups + i_in[None, :])
-            else:
-                b_weight = tl.load(p_ups + i_in[None, :], mask=m_in[None, :], other=0.0)
-            b_weight = b_weight.to(b_x.dtype)
-            if HAS_BLOCKS:
-                b_scales = tl.load(p_up_scales + o_scale + first // SCALE_BLOCK, mask=m_out, other=0.0)
-                b_both = b_scales[:, None] * b_x_scales[None, :]
-                b_up += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
-            else:
-                b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    i_first_out = (tl.program_id(0) % num_outs) * BLOCK_OUT
+    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_y, b_up = fp8_tile(
+        p_rows, p_outs, p_row_scales, p_out_scales, i_first_out, m_slot, 0, in_size, out_size, in_size,
+        x_scale_stride, scale_stride, b_zero, b_zero, HAS_BLOCKS, IS_ROUNDED, IS_GATED, IS_EVEN, SCALE_BLOCK,
+        BLOCK_IN, "",
+    )  # fmt: skip
     if not HAS_BLOCKS:
-        b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
-        if IS_ROUNDED:
-            b_x_scales = tl.load(p_x_scales + i_row * x_scale_stride, mask=m_slot, other=0.0)
-        b_y *= tl.load(p_out_scales + o_scale, mask=m_out, other=0.0)[:, None] * b_x_scales[None, :]
-        if IS_GATED:
-            b_up *= tl.load(p_up_scales + o_scale, mask=m_out, other=0.0)[:, None] * b_x_scales[None, :]
+        b_y, b_up = by_outputs(
+            b_y, b_up, p_row_scales, p_out_scales, i_out, m_slot, m_out, out_size, IS_ROUNDED, IS_GATED
+        )
     store_expert_tile(b_y, b_up, p_scales, p_y, b_slot, i_out, num_slots, out_size, False, IS_GATED, 0.0, 0.0)
 
 
@@ -172,24 +138,23 @@ class Fp8ExpertTile(NamedTuple):
     num_stages: int
 
 
-def fp8_expert_tile(
-    num_slots: int, num_experts: int, dtype: torch.dtype, has_blocks: bool = False
-) -> Fp8ExpertTile:
+def fp8_expert_tile(num_slots: int, num_experts: int, dtype: torch.dtype) -> Fp8ExpertTile:
     """The tile for `num_slots` slots of `num_experts` experts, by their mean share; `dtype`: that of the rows
     in the product. It does not change the bits: all tiles take the same matrix instruction of Hopper.
 
-    A tile of inputs lies in one block of scales. With blocks each product needs registers beside its sums.
+    A tile of inputs lies in one block of scales, and so does one of outputs. With blocks each product needs
+    registers beside its sums: tiles of 128 x 128 take twice the time of those of 128 x 64.
     """
     if dtype != FP8:  # no matrix instruction of full precision; it is for tests
         return Fp8ExpertTile(rows=MIN_TILE_ROWS, out=32, inner=32, num_warps=4, num_stages=2)
     share = num_slots // num_experts
     if share <= FEW_SLOTS:
         return Fp8ExpertTile(rows=MIN_TILE_ROWS, out=64, inner=128, num_warps=4, num_stages=3)
-    if share <= SOME_SLOTS:
+    if share <= MIDDLE_SLOTS:
         return Fp8ExpertTile(rows=32, out=64, inner=128, num_warps=4, num_stages=3)
-    if has_blocks or share <= 112:
+    if share <= MANY_SLOTS:
         return Fp8ExpertTile(rows=64, out=64, inner=128, num_warps=4, num_stages=3)
-    return Fp8ExpertTile(rows=128, out=128, inner=128, num_warps=8, num_stages=3)
+    return Fp8ExpertTile(rows=128, out=64, inner=128, num_warps=4, num_stages=3)
 
 
 def fp8_experts_triton(
@@ -213,7 +178,7 @@ def fp8_experts_triton(
     num_slots, top_k = ids.numel(), ids.shape[1]
     if tile is None:
         dtype = FP8 if is_rounded else x.dtype
-        tile = fp8_expert_tile(num_slots, form.total or num_experts, dtype, gate_up.has_blocks)
+        tile = fp8_expert_tile(num_slots, form.total or num_experts, dtype)
     tiles, num_tiles = expert_tiles(ids, num_experts, tile.rows, True, form.first)
     inner = torch.empty(num_slots, double // 2, dtype=x.dtype, device=x.device)
     outputs = torch.empty(num_slots, hidden, dtype=x.dtype, device=x.device)
@@ -234,7 +199,7 @@ def fp8_experts_triton(
             out_size,
             in_size,
             rows.stride(0),
-            row_scales.shape[1],
+            row_scales.stride(1) if is_rounded else 1,
             matrices.scales.shape[-1],
             matrices.scales.stride(0),
             SLOTS_A_ROW=slots_a_row,

@@ -3,8 +3,8 @@
 The definition multiplies rows with the values of the weights. For few rows `fp8_rows` does that. More rows
 are rounded to 8 bits themselves, each row with a scale of its own (in blocks of 128 inputs if the weight
 has blocks), and multiplied by 8-bit matrix instructions: weights are never converted, and prompts take half
-the time. Up to MAX_ROWS rows, as in decode steps, a kernel with the gate in it streams the weight once; for
-more the library is faster. Devices without these instructions take the dequantised weight.
+the time. Up to MAX_ROWS rows, as in decode steps, a kernel with the gate in it streams the weight once; more
+are those of `fp8_many_rows`. Devices without these instructions take the dequantised weight.
 
 Batch-invariant products round rows in any number, by that kernel: each output is one chain of matrix
 instructions along the inner dimension.
@@ -19,20 +19,28 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .add_splits import add_splits
 from .chained_launch import chained, release_next, wait_for_previous
 from .fp8_few_rows import most_rows
+from .fp8_many_rows import by_library, fp8_many_rows
 from .fp8_rows import fp8_rows_triton
 from .fp8_scales import BLOCK, FP8, Fp8Weight, check_gated, check_scales, dequantise_fp8
+from .fp8_tile import by_outputs, fp8_tile
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
 from .quantise_rows import quantise_rows
 from .silu_mul import silu_mul, silu_mul_reference
-from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
+from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_ROWS = 64
 MIN_ROWS_TILE = 16
 NATIVE = (8, 9)  # the first compute capability with conversions and products of e4m3
-ALIGNED = 16  # sizes of the library's products are multiples of this
+LONG_INPUTS = 8192  # from which, with blocks, tiles of outputs are wide
+MANY_OUTPUTS = 8192  # and from which they are with more than half of MAX_ROWS rows
+WIDE_OUTPUTS = 16384  # from which the library multiplies as many
+PROGRAMS = 264  # of a product whose inputs are cut: two for each multiprocessor of an H200
+MIN_BLOCKS = 4  # of a part of the inputs
+MAX_SPLITS = 8
 
 
 def fp8_linear_reference(
@@ -59,21 +67,7 @@ def fp8_linear_rows(
     return silu_mul_rows(y) if is_gated else y
 
 
-@jit
-def _scales_tile(
-    p_scales: tl.tensor,
-    i_out: tl.tensor,
-    first: tl.tensor,
-    out_size: tl.tensor,
-    scale_stride: tl.tensor,
-    SCALE_BLOCK: tl.constexpr,
-) -> tl.tensor:
-    """The scales of outputs `i_out` for the block of inputs that begins at `first`."""
-    o_scale = (i_out // SCALE_BLOCK) * scale_stride + first // SCALE_BLOCK
-    return tl.load(p_scales + o_scale, mask=i_out < out_size, other=0.0)
-
-
-@jit_varying("num_rows")
+@jit_varying("num_rows", "x_scale_stride")
 def _fp8_kernel(
     p_x: tl.tensor,
     p_x_scales: tl.tensor,
@@ -84,6 +78,7 @@ def _fp8_kernel(
     num_rows: tl.tensor,
     out_size: tl.tensor,
     in_size: tl.tensor,
+    part: tl.tensor,
     x_stride: tl.tensor,
     x_scale_stride: tl.tensor,
     scale_stride: tl.tensor,
@@ -100,58 +95,27 @@ def _fp8_kernel(
 ) -> None:
     # outputs are the rows of the product, because they are the long side
     wait_for_previous(CHAINED)
-    i_out = tl.program_id(0).to(tl.int64) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
+    i_first_out = tl.program_id(0) * BLOCK_OUT
+    i_out = i_first_out.to(tl.int64) + tl.arange(0, BLOCK_OUT)
     i_row = tl.program_id(1) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     m_out = i_out < out_size
     m_row = i_row < num_rows
-    i_offset = tl.arange(0, BLOCK_IN)
+    first_in = tl.program_id(2) * part
+    end_in = tl.minimum(first_in + part, in_size)
     p_rows = p_x + i_row.to(tl.int64)[None, :] * x_stride
-    p_outs = p_weight + tl.minimum(i_out, out_size - 1)[:, None] * in_size
-    p_ups = p_outs + out_size.to(tl.int64) * in_size
-    p_up_scales = p_scales + (out_size // SCALE_BLOCK) * scale_stride
-    b_y = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
-    b_up = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
-    for first in range(0, in_size, BLOCK_IN):
-        i_in = first + i_offset
-        if IS_EVEN:  # whole tiles of inputs; an output behind the last is read as the last
-            b_x = tl.load(p_rows + i_in[:, None], mask=m_row[None, :], other=0.0)
-            b_weight = tl.load(p_outs + i_in[None, :], eviction_policy="evict_first")
-        else:
-            m_in = i_in < in_size
-            b_x = tl.load(p_rows + i_in[:, None], mask=m_in[:, None] & m_row[None, :], other=0.0)
-            b_weight = tl.load(p_outs + i_in[None, :], mask=m_in[None, :], other=0.0)
-        b_weight = b_weight.to(b_x.dtype)
-        if HAS_BLOCKS:
-            b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
-            if IS_ROUNDED:
-                o_x_scale = i_row * x_scale_stride + first // SCALE_BLOCK
-                b_x_scales = tl.load(p_x_scales + o_x_scale, mask=m_row, other=0.0)
-            b_scales = _scales_tile(p_scales, i_out, first, out_size, scale_stride, SCALE_BLOCK)
-            b_both = b_scales[:, None] * b_x_scales[None, :]
-            b_y += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
-        else:
-            b_y = tl.dot(b_weight, b_x, b_y, input_precision="ieee")
-        if IS_GATED:
-            if IS_EVEN:
-                b_weight = tl.load(p_ups + i_in[None, :], eviction_policy="evict_first")
-            else:
-                b_weight = tl.load(p_ups + i_in[None, :], mask=m_in[None, :], other=0.0)
-            b_weight = b_weight.to(b_x.dtype)
-            if HAS_BLOCKS:
-                b_scales = _scales_tile(p_up_scales, i_out, first, out_size, scale_stride, SCALE_BLOCK)
-                b_both = b_scales[:, None] * b_x_scales[None, :]
-                b_up += tl.dot(b_weight, b_x, input_precision="ieee") * b_both
-            else:
-                b_up = tl.dot(b_weight, b_x, b_up, input_precision="ieee")
+    p_outs = p_weight + tl.minimum(i_out, out_size - 1)[:, None] * in_size  # behind the last, that again
+    p_row_scales = p_x_scales + i_row
+    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
+    b_y, b_up = fp8_tile(
+        p_rows, p_outs, p_row_scales, p_scales, i_first_out, m_row, first_in, end_in, out_size,
+        in_size, x_scale_stride, scale_stride, b_zero, b_zero, HAS_BLOCKS, IS_ROUNDED, IS_GATED, IS_EVEN,
+        SCALE_BLOCK, BLOCK_IN, "evict_first",
+    )  # fmt: skip
     release_next(CHAINED)
     if not HAS_BLOCKS:
-        b_x_scales = tl.full((BLOCK_ROWS,), 1.0, dtype=tl.float32)
-        if IS_ROUNDED:
-            b_x_scales = tl.load(p_x_scales + i_row * x_scale_stride, mask=m_row, other=0.0)
-        b_y *= tl.load(p_scales + i_out, mask=m_out, other=0.0)[:, None] * b_x_scales[None, :]
-        if IS_GATED:
-            b_up_scales = tl.load(p_scales + out_size + i_out, mask=m_out, other=0.0)
-            b_up *= b_up_scales[:, None] * b_x_scales[None, :]
+        b_y, b_up = by_outputs(
+            b_y, b_up, p_row_scales, p_scales, i_out, m_row, m_out, out_size, IS_ROUNDED, IS_GATED
+        )
     if HAS_BIAS:
         b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
     if IS_GATED:
@@ -160,7 +124,7 @@ def _fp8_kernel(
         b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
         b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
         b_y = b_silu * b_up.to(p_y.dtype.element_ty).to(tl.float32)
-    o_y = i_row[None, :].to(tl.int64) * out_size + i_out[:, None]
+    o_y = (tl.program_id(2) * num_rows + i_row)[None, :].to(tl.int64) * out_size + i_out[:, None]
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_row[None, :])
 
 
@@ -173,20 +137,39 @@ class Fp8Shape(NamedTuple):
     num_stages: int
 
 
-def fp8_shape(num_rows: int, out_size: int, dtype: torch.dtype = torch.bfloat16) -> Fp8Shape:
-    """Tiles for `num_rows` x `out_size` outputs with rows of `dtype`. A tile of inputs lies in one block of
-    scales.
+def fp8_shape(
+    num_rows: int,
+    out_size: int,
+    in_size: int,
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    has_blocks: bool = False,
+) -> Fp8Shape:
+    """Tiles for `num_rows` x `out_size` outputs of `in_size` inputs, rows of `dtype`. A tile of inputs lies
+    in one block of scales, and so does one of outputs.
 
     Rows in 8 bits need no conversion: many stages keep enough bytes in flight even where there are fewer
-    tiles than multiprocessors.
+    tiles than multiprocessors. With blocks each step waits for its product, and more programs have to make up
+    for it (see `num_splits`): fewer stages, so that a multiprocessor holds several.
     """
     if dtype == torch.float32:  # no matrix instruction of full precision; it is for tests
         return Fp8Shape(out=32, inner=32, num_warps=4, num_stages=2)
+    if dtype == FP8 and has_blocks:
+        if in_size > LONG_INPUTS:
+            return Fp8Shape(out=128, inner=128, num_warps=4, num_stages=4)
+        if num_rows > MAX_ROWS // 2 and out_size > MANY_OUTPUTS:
+            return Fp8Shape(out=128, inner=128, num_warps=8, num_stages=5)
+        return Fp8Shape(out=64, inner=128, num_warps=4, num_stages=5)
     if dtype == FP8:
         return Fp8Shape(out=64, inner=128, num_warps=4, num_stages=8)
     if out_size > 4096:
         return Fp8Shape(out=64, inner=128, num_warps=4, num_stages=5)
     return Fp8Shape(out=32, inner=128, num_warps=4, num_stages=5)
+
+
+def num_splits(num_tiles: int, in_size: int) -> int:
+    """How many parts of the inputs the programs of a tile of outputs share, for `num_tiles` tiles."""
+    return max(1, min(PROGRAMS // num_tiles, in_size // (MIN_BLOCKS * BLOCK), MAX_SPLITS))
 
 
 def fp8_linear_triton(
@@ -197,10 +180,13 @@ def fp8_linear_triton(
     *,
     is_gated: bool = False,
     is_rounded: bool = False,
+    splits: int = 1,
     shape: Fp8Shape | None = None,
 ) -> torch.Tensor:
     """Launch on `x` `[T, H]`, e4m3 `weight` `[N, H]`, its `scales`, `bias` None or `[N]`; returns `[T, N]`,
-    gated `[T, N/2]`, in the dtype of `x`. `is_rounded`: x is rounded to 8 bits before the product.
+    gated `[T, N/2]`, in the dtype of `x`. `is_rounded`: x is rounded to 8 bits before the product. `splits`:
+    the inputs are cut into as many, which a second launch adds; 0: as many as `num_splits` says. A gated
+    product has one.
 
     Raises ValueError as `fp8_linear`.
     """
@@ -211,26 +197,32 @@ def fp8_linear_triton(
     if y.numel() == 0:
         return y
     x = x if x.stride(1) == 1 else x.contiguous()
-    x_scales = scales
+    x_scales, has_blocks = scales, scales.dim() == 2
     if is_rounded:
-        x, x_scales = quantise_rows(x, BLOCK if scales.dim() == 2 else in_size)
-    tile = fp8_shape(num_rows, out_size, x.dtype) if shape is None else shape
+        x, x_scales = quantise_rows(x, BLOCK if has_blocks else in_size)
+    tile = fp8_shape(num_rows, out_size, in_size, x.dtype, has_blocks=has_blocks) if shape is None else shape
+    tiles = cdiv(out_size, tile.out)
+    splits = 1 if is_gated else splits or num_splits(tiles, in_size)
+    part = cdiv(cdiv(in_size, splits), BLOCK) * BLOCK
+    splits = cdiv(in_size, part)
+    sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
     block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
-    _fp8_kernel[(cdiv(out_size, tile.out), cdiv(num_rows, block_rows))](
+    _fp8_kernel[(tiles, cdiv(num_rows, block_rows), splits)](
         x,
         x_scales,
         weight,
         scales,
         scales if bias is None else bias,
-        y,
+        sums,
         num_rows,
         out_size,
         in_size,
+        part,
         x.stride(0),
-        x_scales.shape[1] if x_scales.dim() == 2 else 1,
-        scales.shape[1] if scales.dim() == 2 else 1,
-        HAS_BIAS=bias is not None,
-        HAS_BLOCKS=scales.dim() == 2,
+        x_scales.stride(1) if x_scales.dim() == 2 else 1,
+        scales.shape[1] if has_blocks else 1,
+        HAS_BIAS=bias is not None and splits == 1,
+        HAS_BLOCKS=has_blocks,
         IS_ROUNDED=is_rounded,
         IS_GATED=is_gated,
         IS_EVEN=in_size % tile.inner == 0,
@@ -242,106 +234,9 @@ def fp8_linear_triton(
         num_warps=tile.num_warps,
         num_stages=tile.num_stages,
     )
+    if splits > 1:
+        add_splits(sums, bias, y)
     return y
-
-
-@jit_varying("num_rows")
-def _fp8_blocks_kernel(
-    p_x: tl.tensor,
-    p_x_scales: tl.tensor,
-    p_weight: tl.tensor,
-    p_scales: tl.tensor,
-    p_bias: tl.tensor,
-    p_y: tl.tensor,
-    num_rows: tl.tensor,
-    out_size: tl.tensor,
-    in_size: tl.tensor,
-    x_scale_stride: tl.tensor,
-    scale_stride: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    SCALE_BLOCK: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
-    BLOCK_OUT: tl.constexpr,
-    GROUP_TILES: tl.constexpr,
-) -> None:
-    # GROUP_TILES tiles of rows share the weights of the tiles of outputs that run at the same time
-    num_row_tiles, num_out_tiles = tl.cdiv(num_rows, BLOCK_ROWS), tl.cdiv(out_size, BLOCK_OUT)
-    i_group = tl.program_id(0) // (GROUP_TILES * num_out_tiles)
-    i_in_group = tl.program_id(0) % (GROUP_TILES * num_out_tiles)
-    num_tiles = tl.minimum(num_row_tiles - i_group * GROUP_TILES, GROUP_TILES)
-    i_row = (i_group * GROUP_TILES + i_in_group % num_tiles) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    i_out = (i_in_group // num_tiles) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    m_row, m_out = i_row < num_rows, i_out < out_size
-    i_offset = tl.arange(0, SCALE_BLOCK)
-    p_rows = p_x + tl.minimum(i_row, num_rows - 1).to(tl.int64)[:, None] * in_size
-    p_outs = p_weight + tl.minimum(i_out, out_size - 1).to(tl.int64)[None, :] * in_size
-    p_row_scales = p_x_scales + tl.minimum(i_row, num_rows - 1) * x_scale_stride
-    p_out_scales = p_scales + (tl.minimum(i_out, out_size - 1) // SCALE_BLOCK) * scale_stride
-    b_y = tl.zeros((BLOCK_ROWS, BLOCK_OUT), dtype=tl.float32)
-    for i_block in range(0, tl.cdiv(in_size, SCALE_BLOCK)):
-        i_in = i_block * SCALE_BLOCK + i_offset
-        m_in = i_in < in_size
-        b_x = tl.load(p_rows + i_in[None, :], mask=m_in[None, :], other=0.0)
-        b_weight = tl.load(p_outs + i_in[:, None], mask=m_in[:, None], other=0.0)
-        b_both = tl.load(p_row_scales + i_block)[:, None] * tl.load(p_out_scales + i_block)[None, :]
-        b_y += tl.dot(b_x, b_weight) * b_both
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[None, :]
-    o_y = i_row[:, None].to(tl.int64) * out_size + i_out[None, :]
-    tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_row[:, None] & m_out[None, :])
-
-
-def fp8_blocks_triton(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x` `[T, H]`, rounded to 8 bits in blocks of BLOCK inputs, times `weight` `[N, H]` with block `scales`;
-    returns `[T, N]`.
-    """
-    _check(x, weight, scales, bias, False)
-    num_rows, in_size = x.shape
-    out_size = weight.shape[0]
-    rounded, x_scales = quantise_rows(x, BLOCK)
-    y = torch.empty(num_rows, out_size, dtype=x.dtype, device=x.device)
-    block_rows, block_out = (128, 128) if num_rows > 128 else (64, 128)
-    _fp8_blocks_kernel[(cdiv(num_rows, block_rows) * cdiv(out_size, block_out),)](
-        rounded,
-        x_scales,
-        weight,
-        scales,
-        scales if bias is None else bias,
-        y,
-        num_rows,
-        out_size,
-        in_size,
-        x_scales.shape[1],
-        scales.shape[1],
-        HAS_BIAS=bias is not None,
-        SCALE_BLOCK=BLOCK,
-        BLOCK_ROWS=block_rows,
-        BLOCK_OUT=block_out,
-        GROUP_TILES=8,
-        num_warps=8 if block_rows > 64 else 4,
-        num_stages=3,
-    )
-    return y
-
-
-def fp8_rows_product(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
-) -> torch.Tensor:
-    """`x` `[T, H]`, each row rounded to 8 bits, times `weight` `[N, H]` with `scales` `[N]`, by the library.
-    """
-    rounded, x_scales = quantise_rows(x, x.shape[1])
-    y: torch.Tensor = torch._scaled_mm(
-        rounded,
-        weight.t(),
-        scale_a=x_scales,
-        scale_b=scales[None, :],
-        out_dtype=torch.bfloat16,
-        use_fast_accum=True,
-    )
-    y = y if y.dtype == x.dtype else y.to(x.dtype)
-    return y if bias is None else y + bias
 
 
 def _check(
@@ -366,15 +261,11 @@ def _is_native(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= NATIVE
 
 
-def _many_rows(
-    x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None
-) -> torch.Tensor:
-    is_aligned = weight.shape[0] % ALIGNED == weight.shape[1] % ALIGNED == 0
-    if scales.dim() == 2:
-        return fp8_blocks_triton(x, weight, scales, bias)
-    if is_aligned and x.dtype == torch.bfloat16:
-        return fp8_rows_product(x, weight, scales, bias)
-    return F.linear(x, dequantise_fp8(weight, scales, x.dtype), bias)
+def _is_wide(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> bool:
+    """Whether a weight with blocks has so many outputs that more than half of MAX_ROWS rows count as many."""
+    out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
+    is_more = x.shape[0] > MAX_ROWS // 2 and out_size > WIDE_OUTPUTS
+    return is_more and scales.dim() == 2 and by_library(x, weight, scales)
 
 
 def _invariant(
@@ -414,7 +305,8 @@ def fp8_linear(
         return fp8_linear_reference(x, weight, scales, bias, is_gated)
     if x.shape[0] <= most_rows(x.dtype):
         return fp8_rows_triton(x, Fp8Weight(weight, scales, bias), is_gated=is_gated)
-    if x.shape[0] <= MAX_ROWS:
-        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True)
-    y = _many_rows(x, weight, scales, bias)
+    if x.shape[0] <= MAX_ROWS and not _is_wide(x, weight, scales, is_gated):
+        splits = 0 if scales.dim() == 2 else 1
+        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True, splits=splits)
+    y = fp8_many_rows(x, weight, scales, bias)
     return silu_mul(y) if is_gated else y

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 import torch
 
-from .chained_launch import chained, release_next, wait_for_previous
+from .add_splits import add_splits
+from .chained_launch import chained
 from .int4_fragments import can_unpack, fragments, group_scales, store_outputs, weight_rows, words_layout
 from .int4_values import unit_of
 from .triton_jit import (
@@ -22,7 +23,6 @@ from .triton_jit import (
     cdiv,
     gl,
     gluon_jit_varying,
-    jit_varying,
     mbarrier,
     next_power_of_2,
     tile_descriptor,
@@ -33,7 +33,6 @@ from .triton_jit import (
 
 M, WARPS = 64, 4  # the rows of the matrix instruction, and its warps
 MIN_TILE_ROWS, MAX_TILE_ROWS = 8, 128
-MERGED = 1024  # values of a program that adds splits
 
 
 class WgmmaTile(NamedTuple):
@@ -167,30 +166,6 @@ def _int4_wgmma_kernel(
         )
 
 
-@jit_varying("num_values")
-def _add_splits_kernel(
-    p_sums: tl.tensor,
-    p_bias: tl.tensor,
-    p_y: tl.tensor,
-    num_values: tl.tensor,
-    out_size: tl.tensor,
-    HAS_BIAS: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    CHAINED: tl.constexpr,
-) -> None:
-    wait_for_previous(CHAINED)
-    i_value = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    m_value = i_value < num_values
-    b_y = tl.load(p_sums + i_value, mask=m_value, other=0.0)
-    for split in tl.static_range(1, SPLITS):
-        b_y += tl.load(p_sums + split * num_values + i_value, mask=m_value, other=0.0)
-    if HAS_BIAS:
-        b_y += tl.load(p_bias + i_value % out_size, mask=m_value, other=0.0).to(tl.float32)
-    release_next(CHAINED)
-    tl.store(p_y + i_value, b_y.to(p_y.dtype.element_ty), mask=m_value)
-
-
 def int4_wgmma_triton(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -242,16 +217,5 @@ def int4_wgmma_triton(
         num_warps=WARPS,
     )
     if splits > 1:
-        _add_splits_kernel[(cdiv(y.numel(), MERGED),)](
-            sums,
-            sums if bias is None else bias,
-            y,
-            y.numel(),
-            out_size,
-            HAS_BIAS=bias is not None,
-            SPLITS=splits,
-            BLOCK=MERGED,
-            **chained(x.device),
-            num_warps=4,
-        )
+        add_splits(sums, bias, y)
     return y

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from baton.kernels.expert_mlp import expert_mlp, expert_mlp_triton
+from baton.kernels.fp8_many_rows import fp8_blocks_product
 from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.paged_attention import paged_attention_reference
 from baton.kernels.route_experts import Routing
@@ -16,7 +17,7 @@ from baton.tests.kernels.choice_cases import choice_cases
 from baton.tests.kernels.expert_cases import choices, expert_cases
 from baton.tests.kernels.few_row_cases import check_few_experts, few_row_cases
 from baton.tests.kernels.latent_cases import latent_cases
-from baton.tests.kernels.quant_cases import quant_cases
+from baton.tests.kernels.quant_cases import check_fp8_blocks, quant_cases
 from baton.tests.kernels.quant_expert_cases import quant_expert_cases
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -32,6 +33,8 @@ CASES = [
     *quant_expert_cases(),
     *latent_cases(),
     *few_row_cases(),
+    # rows that are no multiple of what the library takes, and outputs and inputs that are none of a block
+    *((check_fp8_blocks, (sizes, fp8_blocks_product)) for sizes in ((83, 576, 896), (128, 2736, 400))),
     # the sizes of Qwen3-30B-A3B and of DeepSeek-V2-Lite
     (
         check_few_experts,

@@ -1,4 +1,4 @@
-"""Weights in 4-bit integers and experts have kernels of their own for few rows and for many, all compiled
+"""Weights in 4 and 8 bits and experts have kernels of their own for few rows and for many, all compiled
 before an engine is ready.
 """
 
@@ -9,7 +9,16 @@ import pytest
 import torch
 from baton.engine.config import EngineConfig
 from baton.engine.loader import EngineLoader
-from baton.kernels import expert_mlp, int4_linear, int4_mma, int4_rows, int4_wgmma
+from baton.kernels import (
+    expert_mlp,
+    fp8_linear,
+    fp8_many_rows,
+    fp8_rows,
+    int4_linear,
+    int4_mma,
+    int4_rows,
+    int4_wgmma,
+)
 from baton.tests.gpu.test_warmup import MAX_BATCH, MAX_RUNNING, Workload, nothing_late
 from baton.tests.parity.quant_toys import write_quantised
 
@@ -23,6 +32,12 @@ SHAPE = {
     "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64,
     "intermediate_size": 512, "num_hidden_layers": 2, "max_position_embeddings": 640,
 }  # fmt: skip
+WIDER = {**SHAPE, "hidden_size": 512, "intermediate_size": 1024}  # inputs of 8 blocks, which are cut
+FP8_ROWS = (
+    (fp8_linear, "fp8_rows_triton"), (fp8_rows, "sum_fp8_triton"), (fp8_rows, "scaled_fp8_triton"),
+    (fp8_linear, "fp8_linear_triton"),
+)  # fmt: skip
+STORED = {"int4": "awq", "fp8": "channel", "fp8 in blocks": "block"}
 # (module, launcher) of the kernels that a workload must reach
 REACHED = {
     "int4": (
@@ -30,6 +45,8 @@ REACHED = {
         (int4_mma, "int4_mma_triton"), (int4_wgmma, "int4_wgmma_triton"),
         (int4_linear, "dequantise_int4_triton"),
     ),
+    "fp8": (*FP8_ROWS, (fp8_many_rows, "fp8_rows_product")),
+    "fp8 in blocks": (*FP8_ROWS, (fp8_linear, "add_splits"), (fp8_many_rows, "fp8_blocks_product")),
     "experts": ((expert_mlp, "prompt_product_triton"),),
 }  # fmt: skip
 
@@ -45,9 +62,9 @@ def test_nothing_is_compiled_once_an_engine_serves(
 ):
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("the kernels for many rows are those of Hopper GPUs")
-    if form == "int4":
-        path = tmp_path / form
-        write_quantised(toy_checkpoint("llama", **SHAPE), path, "awq")
+    if form in STORED:
+        path = tmp_path / "quantised"
+        write_quantised(toy_checkpoint("llama", **(SHAPE if form == "int4" else WIDER)), path, STORED[form])
     else:
         path = toy_checkpoint("qwen3_moe", **SHAPE, moe_intermediate_size=128)
     reached = {}

@@ -8,6 +8,7 @@ import torch
 from baton.kernels import fp8_linear, fp8_rows, int4_linear, quantise_rows
 from baton.kernels.compact_kv import compact_kv_reference, compact_kv_triton
 from baton.kernels.extend_attention import paged_extend_reference, paged_extend_triton
+from baton.kernels.fp8_many_rows import fp8_blocks_triton
 from baton.kernels.fp8_scales import BLOCK, FP8, FP8_ROUNDING, Fp8Weight, quantise_rows_fp8, to_fp8
 from baton.kernels.gather_context import gather_context_reference, gather_context_triton
 from baton.kernels.int4_values import dequantise_int4, pack_groups, pack_int4, unit_of
@@ -74,8 +75,16 @@ def check_fp8_rows(
     assert_close(y, expected.to(dtype), bfloat16=3.2e-2)
 
 
-def check_fp8_rounded(device: str, sizes: tuple[int, int, int], form: str, is_gated: bool) -> None:
-    """Rows are rounded as `quantise_rows` does; the definition takes the rounded values.
+def check_fp8_rounded(
+    device: str,
+    sizes: tuple[int, int, int],
+    form: str,
+    is_gated: bool,
+    splits: int = 1,
+    shape: fp8_linear.Fp8Shape | None = None,
+) -> None:
+    """Rows are rounded as `quantise_rows` does; the definition takes the rounded values, and a bias where the
+    inputs are cut into `splits` parts.
 
     What is left of the distance: y in bfloat16 (2^-9 of it), with a gate three more roundings of which silu
     enlarges one, and sums of 8-bit products, which a matrix instruction cuts off at 2^-13 of the largest.
@@ -84,24 +93,35 @@ def check_fp8_rounded(device: str, sizes: tuple[int, int, int], form: str, is_ga
     num_rows, out_size, in_size = sizes
     x = randn(num_rows, in_size, dtype=torch.bfloat16)
     weight, scales = fp8_weight(out_size, in_size, form)
+    bias = randn(out_size, dtype=torch.bfloat16, seed=2) if splits != 1 else None
     y = fp8_linear.fp8_linear_triton(
-        x.to(device), weight.to(device), scales.to(device), is_gated=is_gated, is_rounded=True
+        x.to(device),
+        weight.to(device),
+        scales.to(device),
+        None if bias is None else bias.to(device),
+        is_gated=is_gated,
+        is_rounded=True,
+        splits=splits,
+        shape=shape,
     )
     group = BLOCK if form == "block" else in_size
     rounded, row_scales = quantise_rows.quantise_rows_reference(x, group)
     values = rounded.float() * row_scales.repeat_interleave(group, dim=1)[:, :in_size]
-    expected = fp8_linear.fp8_linear_reference(values, weight, scales, None, is_gated)
+    wide_bias = None if bias is None else bias.float()
+    expected = fp8_linear.fp8_linear_reference(values, weight, scales, wide_bias, is_gated)
     torch.testing.assert_close(y.cpu().float(), expected, atol=2e-2, rtol=2e-2)
 
 
-def check_fp8_blocks(device: str, sizes: tuple[int, int, int]) -> None:
+def check_fp8_blocks(
+    device: str, sizes: tuple[int, int, int], product: Callable[..., torch.Tensor] = fp8_blocks_triton
+) -> None:
     """Near the product of the rounded rows as in `check_fp8_rounded`. Of the rows as they are, each term is
     off by FP8_ROUNDING at most, and the terms' errors add up at random.
     """
     num_rows, out_size, in_size = sizes
     x = randn(num_rows, in_size, dtype=torch.bfloat16)
     weight, scales = fp8_weight(out_size, in_size, "block")
-    y = fp8_linear.fp8_blocks_triton(x.to(device), weight.to(device), scales.to(device)).cpu().float()
+    y = product(x.to(device), weight.to(device), scales.to(device)).cpu().float()
     rounded, row_scales = quantise_rows.quantise_rows_reference(x, BLOCK)
     values = rounded.float() * row_scales.repeat_interleave(BLOCK, dim=1)[:, :in_size]
     exact = fp8_linear.fp8_linear_reference(values, weight, scales)
@@ -134,11 +154,15 @@ def check_quantise_half_way(device: str, dtype: torch.dtype) -> None:
 
 
 def check_rounded_bits(device: str, wide: torch.Tensor, width: int, group: int) -> None:
-    """The kernel gives the bits of the definition for the first columns."""
-    rounded, scales = quantise_rows.quantise_rows_triton(wide.to(device)[:, :width], group)
-    expected, expected_scales = quantise_rows.quantise_rows_reference(wide[:, :width], group)
-    assert torch.equal(scales.cpu(), expected_scales)
-    assert torch.equal(rounded.cpu().view(torch.uint8), expected.view(torch.uint8))
+    """The kernel gives the bits of the definition for the first columns. Rows behind the last are zeros."""
+    for multiple in (1, 4):
+        rounded, scales = quantise_rows.quantise_rows_triton(wide.to(device)[:, :width], group, multiple)
+        expected, expected_scales = quantise_rows.quantise_rows_reference(wide[:, :width], group, multiple)
+        assert len(rounded) == len(scales) == -(-len(wide) // multiple) * multiple
+        assert torch.equal(scales.cpu(), expected_scales)
+        assert torch.equal(rounded.cpu().view(torch.uint8), expected.view(torch.uint8))
+        if group < width:
+            assert scales.stride() == (1, len(scales)), "the library reads them so"
 
 
 def int4_weight(out_size: int, in_size: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -223,6 +247,10 @@ def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check, (dtype,)
         yield check_quantise_rows, (3, 300, 128, dtype)
         yield check_quantise_rows, (2, 100, 100, dtype)
+        yield check_quantise_rows, (3, 2500, 128, dtype)
+        yield check_quantise_rows, (3, 2500, 2500, dtype)
+        yield check_quantise_rows, (3, 8200, 8200, dtype)
+        yield check_quantise_rows, (65, 2500, 2500, dtype)
         yield check_quantise_half_way, (dtype,)
     for sizes in ((70, 256, 128), (33, 96, 32), (5, 192, 64)):
         yield check_dequantise_int4, sizes
@@ -232,6 +260,11 @@ def quant_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
             yield check_fp8_rows, ((1, 256, 300), form, is_gated, torch.bfloat16)
             yield check_fp8_rows, ((3, 256, 300), form, is_gated, torch.bfloat16)
             yield check_fp8_rows, ((4, 512, 1024), form, is_gated, torch.bfloat16)
+        cut = ((2, (18, 256, 260)), (3, (5, 130, 1024)), (0, (33, 256, 1024)), (8, (17, 130, 300)))
+        for splits, sizes in cut:
+            yield check_fp8_rounded, (sizes, form, False, splits)
         for num_rows in (1, 2):
             yield check_fp8_rows, ((num_rows, 70, 512), "channel", False, torch.float32)
+    for shape in (fp8_linear.Fp8Shape(128, 128, 4, 2), fp8_linear.Fp8Shape(128, 128, 8, 2)):
+        yield check_fp8_rounded, ((40, 512, 300), "block", True, 1, shape)
     yield check_fp8_blocks, ((70, 130, 260),)

@@ -22,6 +22,7 @@ def test_up_to_four_rows_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyP
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
 
     def names(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[str]:
         with FakeTensorMode(), planned_launches() as found:
@@ -34,10 +35,45 @@ def test_up_to_four_rows_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyP
     assert names(1) == names(1, torch.float16) == ["_fp8_rows_kernel"]
     assert names(2) == names(4) == FEW
     assert names(5) == names(2, torch.float16) == names(4, torch.float16) == ROUNDED
+    elsewhere = ["_quantise_kernel", *(["_fp8_blocks_kernel"] if has_blocks else [])]
+    assert names(64) == ROUNDED
+    assert names(68) == ["_quantise_kernel"], "the library multiplies"
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert names(68) == elsewhere
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    capability[0] = (10, 0)
+    assert names(68) == elsewhere
     capability[0], dequantised = (8, 0), []
     monkeypatch.setattr(fp8_linear, "fp8_linear_reference", lambda x, *given: dequantised.append(len(x)))
     assert names(1) == names(2) == []
     assert dequantised == [1, 2]
+
+
+def test_inputs_are_cut_where_few_tiles_of_blocks_leave_processors_idle(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+
+    def names(
+        out_size: int, in_size: int, rows: int = 8, *, is_gated: bool = False, is_invariant: bool = False
+    ) -> list[str]:
+        with FakeTensorMode(), planned_launches() as found:
+            x = torch.empty(rows, in_size, dtype=torch.bfloat16, device="cuda")
+            weight = torch.empty(out_size, in_size, dtype=FP8, device="cuda")
+            scales = torch.empty(out_size // 128, in_size // 128, device="cuda")
+            fp8_linear.fp8_linear(x, weight, scales, None, is_gated, is_invariant)
+        return [launch.variant[0] for launch in found]
+
+    for sizes in ((4096, 4096), (4096, 14336), (6144, 4096)):
+        assert names(*sizes) == [*ROUNDED, "_add_splits_kernel"]
+        assert names(*sizes, is_invariant=True) == ROUNDED, "one chain of products whatever the rows"
+    assert names(28672, 4096, is_gated=True) == names(24576, 1536) == ROUNDED
+    assert names(24576, 1536, 32) == names(16384, 1536, 64)[:2] == ROUNDED
+    assert names(24576, 1536, 36) == ["_quantise_kernel"], "the library multiplies"
+    assert fp8_linear.num_splits(64, 4096) == 4
+    assert fp8_linear.num_splits(32, 14336) == 8
+    assert fp8_linear.num_splits(4, 1024) == 2, "a part has four blocks at least"
 
 
 def test_projections_join_as_many_rows_as_are_not_rounded():

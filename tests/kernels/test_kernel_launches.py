@@ -26,7 +26,8 @@ from baton.kernels.few_experts import FewExperts, few_experts_triton
 from baton.kernels.fp8_expert_rows import fp8_expert_rows_triton
 from baton.kernels.fp8_experts import Fp8Matrices, fp8_experts, fp8_experts_triton
 from baton.kernels.fp8_few_rows import few_rows_product, few_rows_tile
-from baton.kernels.fp8_linear import fp8_blocks_triton, fp8_linear_triton
+from baton.kernels.fp8_linear import fp8_linear_triton
+from baton.kernels.fp8_many_rows import fp8_blocks_triton
 from baton.kernels.fp8_rows import fp8_rows_triton, scaled_fp8_triton, sum_fp8_triton
 from baton.kernels.fp8_scales import BLOCK, FP8, Fp8Weight
 from baton.kernels.gather_context import gather_context, gather_context_triton
@@ -354,11 +355,15 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     scales = (torch.zeros(8192), torch.zeros(8192 // BLOCK, 4096 // BLOCK))
     for form in scales:
         fp8_linear_triton(x, eighths, form, is_gated=form is scales[1], is_rounded=True)
+    many, wide = randn(64, 4096, dtype=torch.bfloat16), torch.zeros(4096, 8320, dtype=FP8)
+    fp8_linear_triton(many, eighths.repeat(3, 1), scales[1].repeat(3, 1), is_gated=True, is_rounded=True)
+    fp8_linear_triton(wide[:64].to(x.dtype), wide, torch.zeros(32, 65), is_rounded=True, splits=0)
     for count in (1, 2, 4):
         many = eighths[:count, :4096].to(torch.bfloat16)
         for form, is_gated in ((scales[0], False), (scales[1], True)):
             fp8_rows_triton(many, Fp8Weight(eighths, form), is_gated=is_gated)
-    quantise_rows_triton(x, 4096)
+    for many, group in ((x, 4096), (x.repeat(30, 1), 4096), (x, BLOCK)):
+        quantise_rows_triton(many, group)
     fp8_blocks_triton(randn(300, 4096, dtype=torch.bfloat16), eighths, scales[1])
     for group in (32, 64, 128):
         packed, groups = torch.zeros(8192, 512, dtype=torch.int32), torch.zeros(4096 // group, 8192).int()
@@ -441,7 +446,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
         "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_dequantise_kernel",
-        "_int4_mma_kernel", "_int4_wgmma_kernel", "_add_splits_kernel",
+        "_quantise_wide_kernel", "_int4_mma_kernel", "_int4_wgmma_kernel", "_add_splits_kernel",
         "_fp8_rows_kernel", "_fp8_few_rows_kernel",
         "_match_ngrams_kernel",
         "_store_latent_kernel", "_latent_kernel", "_expanded_kernel",
@@ -471,7 +476,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         assert instruction in by_name["_move_spans_kernel"].asm["ptx"]
         assert instruction in by_name["_move_rows_kernel"].asm["ptx"]
     assert "ld.global.v4.b32" in by_name["_digest_spans_kernel"].asm["ptx"]
-    assert "div.full" not in by_name["_quantise_kernel"].asm["ptx"], "approximate quotients"
+    for name in ("_quantise_kernel", "_quantise_wide_kernel"):
+        assert "div.full" not in by_name[name].asm["ptx"], "approximate quotients"
 
 
 @pytest.mark.slow
