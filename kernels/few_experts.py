@@ -2,8 +2,9 @@
 
 The launch of the first products also chooses the experts, each program for its row; that of the second adds
 them, and ends in the residual sum, as in `normed_linear`. Shared experts are in the same launches. Choice
-and rounding are those of `route_experts` and `expert_mlp`; the order of sums is not. Weights of 4 bits have
-products of their own, see `few_packed_experts`.
+and rounding are those of `route_experts` and `expert_mlp`; the order of sums is not. Weights of 8 bits are
+converted where they are read, and rows are not rounded. Weights of 4 bits have products of their own, see
+`few_packed_experts`.
 
 Legend: T rows, E experts, K experts of a row, J shared experts (a shared MLP of J*I inner values), H hidden
 size, I intermediate size of an expert, S tiles whose squares were summed.
@@ -11,14 +12,17 @@ size, I intermediate size of an expert, S tiles whose squares were summed.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .expert_mlp import PLAIN_EXPERTS, ExpertForm, experts_by_definition
+from .expert_mlp import PLAIN_EXPERTS, Dequantised, ExpertForm, experts_by_definition
 from .expert_products import store_expert_tile
 from .few_packed_experts import first_products, second_products
+from .fp8_experts import Fp8Matrices, check_fp8_matrices
+from .fp8_rows import row_sums
+from .fp8_scales import BLOCK
 from .joined_experts import choose_expert, store_row_sum
 from .normed_linear import UnscaledRows, new_sums, scaled_linear_reference, sum_linear_reference
 from .packed_experts import PackedMatrices, check_matrices
@@ -34,9 +38,19 @@ MAX_INNER = 3072
 MAX_INNER_OF_TWO = 5760  # for one row or two
 
 
+Matrices: TypeAlias = torch.Tensor | Fp8Matrices | PackedMatrices
+
+
+def _stored(matrices: Matrices) -> torch.Tensor:
+    """The values of all experts as they are stored, outputs in the second dimension."""
+    if isinstance(matrices, Fp8Matrices):
+        return matrices.weight
+    return matrices.words if isinstance(matrices, PackedMatrices) else matrices
+
+
 class FewExperts(NamedTuple):
     """The weights of a layer: `router` `[E, H]`, `gate_up` `[E, 2*I, H]`, `down` `[E, H, I]`, these two
-    perhaps in 4 bits.
+    perhaps in 8 or 4 bits.
 
     `bias` float32 `[E]` or None, for the choice alone. `shared_gate_up` `[2*J*I, H]` and `shared_down`
     `[H, J*I]`, or None. `is_float32`: the router's logits are not rounded to the dtype. `router_bias` `[E]`
@@ -45,8 +59,8 @@ class FewExperts(NamedTuple):
 
     routing: Routing
     router: torch.Tensor
-    gate_up: torch.Tensor | PackedMatrices
-    down: torch.Tensor | PackedMatrices
+    gate_up: Matrices
+    down: Matrices
     bias: torch.Tensor | None = None
     is_float32: bool = False
     shared_gate_up: torch.Tensor | None = None
@@ -57,7 +71,7 @@ class FewExperts(NamedTuple):
     @property
     def sizes(self) -> tuple[int, int, int]:
         """(E, H, I)."""
-        matrices = self.gate_up.words if isinstance(self.gate_up, PackedMatrices) else self.gate_up
+        matrices = _stored(self.gate_up)
         return len(matrices), self.router.shape[1], matrices.shape[1] // 2
 
     @property
@@ -70,7 +84,7 @@ def can_join_experts(experts: FewExperts) -> bool:
     """Whether these kernels compute such a layer."""
     form, shared = experts.form, experts.shared_down
     is_gpt_oss = form.limit != 0.0 or form.gate_up_bias is not None or form.down_bias is not None
-    is_plain = not (is_gpt_oss or isinstance(experts.down, PackedMatrices))
+    is_plain = not is_gpt_oss and isinstance(experts.down, torch.Tensor)
     is_known = shared is None or (is_plain and shared.shape[1] % experts.sizes[2] == 0)
     is_here = form.total == 0
     return is_known and is_here and experts.routing.num_groups == 1 and len(experts.router) <= MAX_EXPERTS
@@ -79,13 +93,20 @@ def can_join_experts(experts: FewExperts) -> bool:
 def should_join_experts(experts: FewExperts, num_rows: int) -> bool:
     """Whether they are faster for `num_rows` rows. The part of a layer behind attention takes, in us on an
     H200, for one row, two, and four that choose as differently as can be: 32, 49 and 85 instead of 41, 58 and
-    92 (Qwen3-30B-A3B). One row and two of DeepSeek-V2-Lite take 49 and 79 instead of 66 and 88, of
-    gpt-oss-20b 65 and 117 instead of 74 and 120, in 4 bits 46 and 59 instead of 62 and 74.
+    92 (Qwen3-30B-A3B; in 8 bits its experts alone take 18, 28 and 50). One row and two of DeepSeek-V2-Lite
+    take 49 and 79 instead of 66 and 88, of gpt-oss-20b 65 and 117 instead of 74 and 120, in 4 bits 46 and 59
+    instead of 62 and 74.
     """
     if num_rows <= 2:
         return num_rows * experts.sizes[2] <= MAX_INNER_OF_TWO
     is_packed = isinstance(experts.down, PackedMatrices)
     return not is_packed and num_rows * experts.sizes[2] <= MAX_INNER
+
+
+def _values(matrices: Matrices, in_size: int, dtype: torch.dtype) -> torch.Tensor | Dequantised:
+    if isinstance(matrices, PackedMatrices):
+        return matrices.values(in_size, dtype)
+    return matrices.values(dtype) if isinstance(matrices, Fp8Matrices) else matrices
 
 
 def few_experts_reference(
@@ -100,10 +121,7 @@ def few_experts_reference(
     ids, weights = route_experts_reference(logits, experts.routing, experts.bias)
     x = (wide.z * rows.scale()).to(dtype)
     _, hidden, inner_size = experts.sizes
-    gate_up, down = (
-        matrices.values(size, dtype) if isinstance(matrices, PackedMatrices) else matrices
-        for matrices, size in ((experts.gate_up, hidden), (experts.down, inner_size))
-    )
+    gate_up, down = _values(experts.gate_up, hidden, dtype), _values(experts.down, inner_size, dtype)
     found = experts_by_definition(x, ids, weights, gate_up, down, form=experts.form)
     if experts.shared_gate_up is not None and experts.shared_down is not None:
         inner = scaled_linear_reference(rows, experts.shared_gate_up, is_gated=True)
@@ -163,6 +181,7 @@ def _first_kernel(
     p_logits: tl.tensor,
     p_choice_bias: tl.tensor,
     p_gate_up: tl.tensor,
+    p_scales: tl.tensor,
     p_bias: tl.tensor,
     p_shared: tl.tensor,
     p_ids: tl.tensor,
@@ -183,6 +202,8 @@ def _first_kernel(
     NUM_EXPERTS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    EXPERT_SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     SQUARES: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
     BLOCK_SQUARES: tl.constexpr,
@@ -221,11 +242,25 @@ def _first_kernel(
     b_squares = tl.load(p_squares + row * SQUARES + i_part, mask=i_part < SQUARES, other=0.0)
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < INNER
-    b_zero = tl.zeros((BLOCK_OUT, 1), dtype=tl.float32)
-    b_y, b_up = row_product(
-        p_x + row * x_stride, p_weight, i_row, i_row == 0, i_out, m_out, 0, INNER, HIDDEN, x_stride, up_rows,
-        b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN, NUM_STAGES,
-    )  # fmt: skip
+    if EXPERT_SCALES > 0:
+        HAS_BLOCKS: tl.constexpr = SCALE_BLOCK > 0
+        p_own_scales = p_scales + expert.to(tl.int64) * EXPERT_SCALES
+        b_sum, b_sum_up = row_sums(
+            p_x + row * x_stride, p_weight, p_own_scales, i_tile * BLOCK_OUT, INNER, HIDDEN,
+            (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK if HAS_BLOCKS else 1, HAS_BLOCKS, True,
+            HIDDEN % BLOCK_IN == 0, SCALE_BLOCK if HAS_BLOCKS else 1, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+        )  # fmt: skip
+        if not HAS_BLOCKS:
+            b_sum *= tl.load(p_own_scales + i_out, mask=m_out, other=0.0)
+            b_sum_up *= tl.load(p_own_scales + INNER + i_out, mask=m_out, other=0.0)
+        b_y, b_up = b_sum[:, None], b_sum_up[:, None]
+    else:
+        b_zero = tl.zeros((BLOCK_OUT, 1), dtype=tl.float32)
+        b_y, b_up = row_product(
+            p_x + row * x_stride, p_weight, i_row, i_row == 0, i_out, m_out, 0, INNER, HIDDEN, x_stride,
+            up_rows, b_zero, b_zero, True, INNER % BLOCK_OUT == 0 and HIDDEN % BLOCK_IN == 0, BLOCK_IN,
+            NUM_STAGES,
+        )  # fmt: skip
     release_next(CHAINED)
     row_scale = tl.rsqrt(tl.sum(b_squares) / HIDDEN + eps)
     store_expert_tile(
@@ -240,6 +275,7 @@ def _second_kernel(
     p_ids: tl.tensor,
     p_weights: tl.tensor,
     p_down: tl.tensor,
+    p_scales: tl.tensor,
     p_bias: tl.tensor,
     p_shared: tl.tensor,
     p_residual: tl.tensor,
@@ -253,6 +289,8 @@ def _second_kernel(
     HAS_BIAS: tl.constexpr,
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
+    EXPERT_SCALES: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
     BLOCK_OUT: tl.constexpr,
@@ -275,10 +313,9 @@ def _second_kernel(
     b_residual = tl.load(p_residual + row * HIDDEN + i_out, mask=m_out, other=0.0).to(tl.float32)
     dtype: tl.constexpr = p_total.dtype.element_ty
     o_down = b_expert[:, None, None] * (HIDDEN * INNER) + (i_own * INNER)[None, :, None]
+    m_sum = m_choice[:, None] & m_out[None, :]
+    p_own_scales = p_scales + b_expert * EXPERT_SCALES
     b_y = tl.zeros((BLOCK_K, BLOCK_OUT), dtype=tl.float32)
-    if HAS_BIAS:
-        m_bias = m_choice[:, None] & m_out[None, :]
-        b_y += tl.load(p_bias + b_expert[:, None] * HIDDEN + i_out[None, :], mask=m_bias, other=0.0)
     for first in tl.static_range(0, INNER, BLOCK_IN):
         i_in = first + i_offset
         m_in = m_choice[:, None] & (i_in < INNER)[None, :]
@@ -286,7 +323,16 @@ def _second_kernel(
             p_inner + (row * SLOTS + i_choice[:, None]) * INNER + i_in[None, :], mask=m_in, other=0.0
         )
         b_down = tl.load(p_down + o_down + i_in[None, None, :], mask=m_in[:, None, :], other=0.0)
-        b_y += tl.sum(b_down.to(tl.float32) * b_x[:, None, :].to(tl.float32), axis=2)
+        b_each = tl.sum(b_down.to(tl.float32) * b_x[:, None, :].to(tl.float32), axis=2)
+        if SCALE_BLOCK > 0:  # a step and the outputs of a program lie in one block
+            o_block = i_tile * BLOCK_OUT // SCALE_BLOCK * ((INNER + SCALE_BLOCK - 1) // SCALE_BLOCK)
+            b_scale = tl.load(p_own_scales + o_block + first // SCALE_BLOCK, mask=m_choice, other=0.0)
+            b_each *= b_scale[:, None]
+        b_y += b_each
+    if EXPERT_SCALES > 0 and SCALE_BLOCK == 0:
+        b_y *= tl.load(p_own_scales[:, None] + i_out[None, :], mask=m_sum, other=0.0)
+    if HAS_BIAS:
+        b_y += tl.load(p_bias + b_expert[:, None] * HIDDEN + i_out[None, :], mask=m_sum, other=0.0)
     b_total = tl.sum(b_y.to(dtype).to(tl.float32) * b_weight[:, None], axis=0)
     if NUM_SHARED > 0:
         SHARED: tl.constexpr = NUM_SHARED * INNER
@@ -317,6 +363,7 @@ class FewTile(NamedTuple):
 
 
 FIRST_TILE = FewTile(8, 256, 4, 4)
+FP8_TILES = FewTile(8, 256, 2, 4), FewTile(8, 128, 8, 1)  # the latter's steps lie in one block of scales
 SECOND_TILE = FewTile(8, 256, 8, 1)
 SHORT_SECOND_TILE = FewTile(8, 128, 8, 1)
 SHORT_INNER = 2048  # up to so many inner values
@@ -371,11 +418,15 @@ def few_experts_triton(
     inner_size, routing, form = experts.sizes[2], experts.routing, experts.form
     num_shared = experts.num_shared
     usual = FIRST_TILE, (SHORT_SECOND_TILE if inner_size <= SHORT_INNER else SECOND_TILE)
+    usual = FP8_TILES if isinstance(experts.gate_up, Fp8Matrices) else usual
     usual = (FLOAT32_TILE,) * 2 if residual.dtype == torch.float32 else usual
     first, second = first or usual[0], second or usual[1]
     logits = router_logits_triton(rows, experts, block_experts=block_experts)
     if isinstance(experts.gate_up, PackedMatrices) or isinstance(experts.down, PackedMatrices):
         return _packed_triton(rows, logits, experts, residual, norm, packed, has_pairs)
+    gate_up, down = _stored(experts.gate_up), _stored(experts.down)
+    up_scales, up_sizes = _scales(experts.gate_up)
+    down_scales, down_sizes = _scales(experts.down)
     ids = torch.empty(num_rows, routing.top_k, dtype=torch.int32, device=residual.device)
     weights = torch.empty(num_rows, routing.top_k, dtype=torch.float32, device=residual.device)
     slots = routing.top_k + num_shared
@@ -385,9 +436,10 @@ def few_experts_triton(
         rows.squares,
         logits,
         logits if experts.bias is None else experts.bias,
-        experts.gate_up,
-        experts.gate_up if form.gate_up_bias is None else form.gate_up_bias,
-        experts.gate_up if experts.shared_gate_up is None else experts.shared_gate_up,
+        gate_up,
+        up_scales,
+        logits if form.gate_up_bias is None else form.gate_up_bias,
+        gate_up if experts.shared_gate_up is None else experts.shared_gate_up,
         ids,
         weights,
         inner,
@@ -406,6 +458,7 @@ def few_experts_triton(
         NUM_EXPERTS=logits.shape[1],
         HIDDEN=hidden,
         INNER=inner_size,
+        **up_sizes,
         SQUARES=rows.squares.shape[1],
         BLOCK_EXPERTS=next_power_of_2(logits.shape[1]),
         BLOCK_SQUARES=next_power_of_2(rows.squares.shape[1]),
@@ -422,9 +475,10 @@ def few_experts_triton(
         inner,
         ids,
         weights,
-        experts.down,
-        experts.down if form.down_bias is None else form.down_bias,
-        experts.down if experts.shared_down is None else experts.shared_down,
+        down,
+        down_scales,
+        logits if form.down_bias is None else form.down_bias,
+        down if experts.shared_down is None else experts.shared_down,
         sums.residual,
         residual if norm is None else norm.weight,
         total,
@@ -436,6 +490,7 @@ def few_experts_triton(
         HAS_BIAS=form.down_bias is not None,
         HIDDEN=hidden,
         INNER=inner_size,
+        **down_sizes,
         HAS_NORM=norm is not None,
         OFFSET=0.0 if norm is None else norm.offset or 0.0,
         BLOCK_OUT=second.out,
@@ -444,6 +499,16 @@ def few_experts_triton(
         num_warps=second.num_warps,
     )
     return total, sums.rows(), ids
+
+
+def _scales(matrices: Matrices) -> tuple[torch.Tensor, dict[str, int]]:
+    """The scales of the experts, and how many an expert has and of how large blocks: both are 0 without
+    scales, the second is with scales of outputs.
+    """
+    if not isinstance(matrices, Fp8Matrices):
+        return _stored(matrices), {"EXPERT_SCALES": 0, "SCALE_BLOCK": 0}
+    scales = matrices.scales
+    return scales, {"EXPERT_SCALES": scales.stride(0), "SCALE_BLOCK": BLOCK if matrices.has_blocks else 0}
 
 
 def _packed_triton(
@@ -473,6 +538,9 @@ def _check(rows: UnscaledRows, experts: FewExperts, residual: torch.Tensor) -> N
     if isinstance(experts.gate_up, PackedMatrices) and isinstance(experts.down, PackedMatrices):
         check_matrices(experts.gate_up, num_experts, 2 * inner, hidden)
         check_matrices(experts.down, num_experts, hidden, inner)
+        fits = True
+    elif isinstance(experts.gate_up, Fp8Matrices) and isinstance(experts.down, Fp8Matrices):
+        check_fp8_matrices("few_experts", experts.gate_up, experts.down, hidden)
         fits = True
     else:
         fits = [(num_experts, 2 * inner, hidden), (num_experts, hidden, inner)] == [

@@ -14,7 +14,7 @@ import torch
 
 from .combine_experts import combine_experts_triton
 from .expert_mlp import PLAIN_EXPERTS, ExpertForm
-from .fp8_rows import by_blocks, line_values, row_outputs, row_values
+from .fp8_rows import row_outputs, row_sums
 from .fp8_scales import BLOCK
 from .triton_jit import cdiv, jit, tl
 
@@ -50,32 +50,18 @@ def _fp8_expert_rows_kernel(
         if (expert < 0) | (expert >= num_experts):
             return
     i_out = tl.program_id(0) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
-    i_offset = tl.arange(0, BLOCK_IN)
     rows_of_expert = out_size * 2 if IS_GATED else out_size
-    first_row = expert * rows_of_expert + tl.minimum(i_out, out_size - 1)
-    p_outs = p_weight + first_row[:, None] * in_size
-    p_ups = p_outs + out_size.to(tl.int64) * in_size
     p_own_scales = p_scales + expert * expert_scales
-    p_out_scales = p_own_scales + (tl.program_id(0) * BLOCK_OUT // SCALE_BLOCK) * scale_stride
-    p_up_scales = p_out_scales + (out_size // SCALE_BLOCK) * scale_stride
-    p_row = p_x + (slot // SLOTS_A_ROW) * x_stride
-    b_zero = tl.zeros((BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
-    b_y, b_up = b_zero, b_zero
-    for first in tl.range(0, in_size, BLOCK_IN, num_stages=NUM_STAGES):
-        i_in = first + i_offset
-        b_x = row_values(p_row, i_in, in_size, IS_EVEN)
-        # all outputs of a program are in one block of scales, which meet the row
-        b_scaled = by_blocks(b_x, p_out_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
-        b_y += line_values(p_outs, i_in, in_size, IS_EVEN) * b_scaled[None, :]
-        if IS_GATED:
-            b_scaled = by_blocks(b_x, p_up_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
-            b_up += line_values(p_ups, i_in, in_size, IS_EVEN) * b_scaled[None, :]
+    b_sum, b_up = row_sums(
+        p_x + (slot // SLOTS_A_ROW) * x_stride, p_weight + expert * rows_of_expert * in_size, p_own_scales,
+        tl.program_id(0) * BLOCK_OUT, out_size, in_size, scale_stride, HAS_BLOCKS, IS_GATED, IS_EVEN,
+        SCALE_BLOCK, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+    )  # fmt: skip
     p_own = p_y + slot * out_size
     dtype: tl.constexpr = p_y.dtype.element_ty
     b_total = row_outputs(
-        tl.sum(b_y, axis=1), tl.sum(b_up, axis=1), 1.0, p_own_scales, p_scales, i_out, out_size, dtype, False,
-        HAS_BLOCKS, IS_GATED,
-    )  # fmt: skip
+        b_sum, b_up, 1.0, p_own_scales, p_scales, i_out, out_size, dtype, False, HAS_BLOCKS, IS_GATED
+    )
     tl.store(p_own + i_out, b_total.to(dtype), mask=i_out < out_size)
 
 

@@ -229,17 +229,22 @@ def _check(
     check_experts("fp8_experts", x, ids, weights)
     if form[:4] != PLAIN_EXPERTS[:4]:
         raise ValueError("fp8_experts: biases and other gates than silu are for experts in other forms")
+    check_fp8_matrices("fp8_experts", gate_up, down, x.shape[1])
+
+
+def check_fp8_matrices(op: str, gate_up: Fp8Matrices, down: Fp8Matrices, width: int) -> None:
+    """Raises ValueError unless the matrices fit together and rows of `width` values, and have scales."""
     num_experts, double, hidden = gate_up.weight.shape
     unit = BLOCK if gate_up.has_blocks else 1
-    if down.weight.shape != (num_experts, hidden, double // 2) or x.shape[1] != hidden or double % (2 * unit):
+    if down.weight.shape != (num_experts, hidden, double // 2) or width != hidden or double % (2 * unit):
         raise ValueError(
-            f"fp8_experts: x {tuple(x.shape)}, gate_up {tuple(gate_up.weight.shape)}, down "
-            f"{tuple(down.weight.shape)}; expected [T, H], [E, 2*I, H], [E, H, I], I a multiple of {unit}"
+            f"{op}: rows of {width} values, gate_up {tuple(gate_up.weight.shape)}, down "
+            f"{tuple(down.weight.shape)}; expected H values, [E, 2*I, H], [E, H, I], I a multiple of {unit}"
         )
     for matrices in (gate_up, down):
-        check_scales("fp8_experts", matrices.weight[0], matrices.scales[0])
+        check_scales(op, matrices.weight[0], matrices.scales[0])
         if len(matrices.scales) != num_experts or not matrices.weight.is_contiguous():
-            raise ValueError(f"fp8_experts: {len(matrices.scales)} experts have scales, of {num_experts}")
+            raise ValueError(f"{op}: {len(matrices.scales)} experts have scales, of {num_experts}")
 
 
 def fp8_experts(

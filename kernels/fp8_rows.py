@@ -116,6 +116,52 @@ def by_blocks(
 
 
 @jit
+def row_sums(
+    p_row: tl.tensor,
+    p_weight: tl.tensor,
+    p_scales: tl.tensor,
+    first_out: tl.tensor,
+    out_size: tl.tensor,
+    in_size: tl.tensor,
+    scale_stride: tl.tensor,
+    HAS_BLOCKS: tl.constexpr,
+    IS_GATED: tl.constexpr,
+    IS_EVEN: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    BLOCK_OUT: tl.constexpr,
+    BLOCK_IN: tl.constexpr,
+    NUM_STAGES: tl.constexpr,
+) -> tuple[tl.tensor, tl.tensor]:
+    """Sums `[OUT]`, float32, of the products of a row with outputs from `first_out` on, and with a gate those
+    of the other half; scaled if the weights have blocks, of which the outputs lie in one.
+    """
+    i_offset = tl.arange(0, BLOCK_IN)
+    # with a gate, lines are pairs of gate and up, which one load asks for
+    HALVES: tl.constexpr = 2 if IS_GATED else 1
+    i_line = tl.arange(0, HALVES * BLOCK_OUT)
+    is_up = i_line % HALVES == 1
+    i_own = tl.minimum(first_out + i_line // HALVES, out_size - 1).to(tl.int64)
+    p_lines = p_weight + (i_own + i_line % HALVES * out_size)[:, None] * in_size
+    p_out_scales = p_scales + (first_out // SCALE_BLOCK) * scale_stride
+    p_up_scales = p_out_scales + (out_size // SCALE_BLOCK) * scale_stride
+    b_each = tl.zeros((HALVES * BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
+    for first in tl.range(0, in_size, BLOCK_IN, num_stages=NUM_STAGES):
+        i_in = first + i_offset
+        b_x = row_values(p_row, i_in, in_size, IS_EVEN)
+        b_lines = line_values(p_lines, i_in, in_size, IS_EVEN)
+        b_scaled = by_blocks(b_x, p_out_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)[None, :]
+        if IS_GATED and HAS_BLOCKS:
+            b_for_up = by_blocks(b_x, p_up_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
+            b_scaled = tl.where(is_up[:, None], b_for_up[None, :], b_scaled)
+        b_each += b_lines * b_scaled
+    b_sum = tl.sum(b_each, axis=1)
+    b_up = b_sum
+    if IS_GATED:
+        b_sum, b_up = tl.split(tl.reshape(b_sum, (BLOCK_OUT, 2)))
+    return b_sum, b_up
+
+
+@jit
 def _fp8_rows_kernel(
     p_x: tl.tensor,
     p_squares: tl.tensor,
@@ -156,31 +202,11 @@ def _fp8_rows_kernel(
     b_residual, b_norm = load_residual(
         p_residual, p_norm, i_row, i_row < 1, i_out, m_out, out_size, IS_SUM, HAS_NORM, OFFSET
     )
-    i_offset = tl.arange(0, BLOCK_IN)
-    # with a gate, lines are pairs of gate and up, which one load asks for
-    HALVES: tl.constexpr = 2 if IS_GATED else 1
-    i_line = tl.arange(0, HALVES * BLOCK_OUT)
-    is_up = i_line % HALVES == 1
-    i_own = tl.minimum(tl.program_id(0).to(tl.int64) * BLOCK_OUT + i_line // HALVES, out_size - 1)
-    p_lines = p_weight + (i_own + i_line % HALVES * out_size)[:, None] * in_size
-    p_out_scales = p_scales + (tl.program_id(0) * BLOCK_OUT // SCALE_BLOCK) * scale_stride
-    p_up_scales = p_out_scales + (out_size // SCALE_BLOCK) * scale_stride
-    b_each = tl.zeros((HALVES * BLOCK_OUT, BLOCK_IN), dtype=tl.float32)
-    for first in tl.range(0, in_size, BLOCK_IN, num_stages=NUM_STAGES):
-        i_in = first + i_offset
-        b_x = row_values(p_x, i_in, in_size, IS_EVEN)
-        b_lines = line_values(p_lines, i_in, in_size, IS_EVEN)
-        # all outputs of a program are in one block of scales, which meet the row
-        b_scaled = by_blocks(b_x, p_out_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)[None, :]
-        if IS_GATED and HAS_BLOCKS:
-            b_for_up = by_blocks(b_x, p_up_scales, first, in_size, HAS_BLOCKS, SCALE_BLOCK, BLOCK_IN)
-            b_scaled = tl.where(is_up[:, None], b_for_up[None, :], b_scaled)
-        b_each += b_lines * b_scaled
+    b_sum, b_up = row_sums(
+        p_x, p_weight, p_scales, tl.program_id(0) * BLOCK_OUT, out_size, in_size, scale_stride, HAS_BLOCKS,
+        IS_GATED, IS_EVEN, SCALE_BLOCK, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+    )  # fmt: skip
     release_next(CHAINED)
-    b_sum = tl.sum(b_each, axis=1)
-    b_up = b_sum
-    if IS_GATED:
-        b_sum, b_up = tl.split(tl.reshape(b_sum, (BLOCK_OUT, 2)))
     scale = 1.0
     if IS_SCALED:
         scale = tl.rsqrt(tl.sum(b_squares) / in_size + eps)

@@ -9,6 +9,7 @@ Legend: T tokens, H hidden size, E experts, K experts of a token, I intermediate
 import torch
 
 from ...kernels.expert_ops import recorded_packed_experts
+from ...kernels.few_experts import Matrices
 from ...kernels.mxfp4 import BLOCK, EXPONENT_BIAS, MAX_SCALE, pack_mxfp4
 from ...kernels.packed_experts import PackedMatrices
 from ..errors import CheckpointError
@@ -65,7 +66,7 @@ class GptOssExperts(MixtureOfExperts):
         is_invariant = self.ops.is_invariant
         return recorded_packed_experts(x, ids, weights, *self._packed, is_invariant, self.form)
 
-    def _matrices(self) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor | PackedMatrices] | None:
+    def _matrices(self) -> tuple[Matrices, Matrices] | None:
         return super()._matrices() if self._packed is None else self._packed
 
     def finish(self) -> None:

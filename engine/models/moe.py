@@ -18,15 +18,20 @@ from typing import Protocol
 import torch
 
 from ...kernels.expert_mlp import ExpertForm
-from ...kernels.few_experts import FewExperts, can_join_experts, few_experts, should_join_experts
+from ...kernels.few_experts import (
+    FewExperts,
+    Matrices,
+    can_join_experts,
+    few_experts,
+    should_join_experts,
+)
 from ...kernels.normed_linear import UnscaledRows
 from ...kernels.ops import recorded_route_experts
-from ...kernels.packed_experts import PackedMatrices
 from ...kernels.rms_norm import NextNorm
 from ...kernels.route_experts import Routing
 from ...kernels.row_ops import FASTEST, ROWS_OF_ONE_RANK, Joins, RowOps, of_one_rank
 from .layers import GatedMLP, Linear, NamedTensors
-from .quant.experts import ExpertSizes, Int4Experts
+from .quant.experts import ExpertSizes, Fp8Experts, Int4Experts
 from .quant.projection import StoredExperts
 from .quant.projections import Projections
 
@@ -261,12 +266,14 @@ class MixtureOfExperts:
             self.form,
         )
 
-    def _matrices(self) -> tuple[torch.Tensor | PackedMatrices, torch.Tensor | PackedMatrices] | None:
-        """Those of gate and up, and of the outputs, in the model's dtype or in 4 bits; None in other forms,
-        and before they are finished.
+    def _matrices(self) -> tuple[Matrices, Matrices] | None:
+        """Those of gate and up, and of the outputs, in the model's dtype, or in 8 or 4 bits; None in other
+        forms, and before they are finished.
         """
         if self.stored is None:
             return (self.gate_up, self.down) if self.gate_up.dim() == 3 else None
+        if isinstance(self.stored, Fp8Experts):
+            return self.stored.gate_up, self.stored.down
         if isinstance(self.stored, Int4Experts) and self.stored.gate_up.words.dim() == 3:
             return self.stored.gate_up, self.stored.down
         return None

@@ -19,6 +19,7 @@ from baton.kernels import (
 )
 from baton.kernels.expert_mlp import ExpertForm
 from baton.kernels.few_experts import FewExperts
+from baton.kernels.fp8_experts import Fp8Matrices
 from baton.kernels.fp8_scales import BLOCK, FP8, Fp8Weight, dequantise_fp8, raw
 from baton.kernels.int4_values import Int4Weight
 from baton.kernels.packed_experts import MXFP4, PackedMatrices
@@ -28,7 +29,7 @@ from baton.kernels.silu_mul import silu_mul_reference
 from baton.tests.kernels.cases import BFLOAT16, DTYPES, FLOAT32, NAN, assert_close, randn
 from baton.tests.kernels.latent_cases import SCALE, poisoned_latents
 from baton.tests.kernels.quant_cases import int4_weight
-from baton.tests.kernels.quant_expert_cases import packed_experts_of
+from baton.tests.kernels.quant_expert_cases import fp8_experts_of, packed_experts_of
 
 SMALL_TILE = skinny_linear.SkinnyShape(out=16, inner=32, num_warps=4, num_stages=2)
 
@@ -216,10 +217,11 @@ def check_norm_between_int4_products(
 
 def check_few_experts(
     device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing,
-    has_bias: bool, is_float32: bool, dtype: torch.dtype, group: int | None = None, is_gpt_oss: bool = False,
+    has_bias: bool, is_float32: bool, dtype: torch.dtype, group: int | str | None = None,
+    is_gpt_oss: bool = False,
 ) -> None:  # fmt: skip
     """Equal logits are among those to choose from, and sigmoids that round to 1 without a bias. `group`: of
-    weights in 4 bits; `is_gpt_oss`: with biases and its gate.
+    weights in 4 bits, or the form of the scales of 8 bits; `is_gpt_oss`: with biases and its gate.
     """
     num_experts, hidden, inner = sizes
 
@@ -236,7 +238,11 @@ def check_few_experts(
         seed=3), randn(num_experts, seed=6) if has_bias else None, is_float32,
         *(shared if num_shared else (None, None)),
     )  # fmt: skip
-    if group is not None:
+    if isinstance(group, str):
+        eighths = fp8_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), group)
+        small = (each._replace(scales=each.scales / 16) for each in eighths)  # as the others' values
+        weights = weights._replace(**dict(zip(("gate_up", "down"), small, strict=True)))
+    elif group is not None:
         packed = packed_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), group)
         weights = weights._replace(gate_up=packed[0], down=packed[1])
     if is_gpt_oss:
@@ -265,7 +271,7 @@ def check_few_experts(
     torch.testing.assert_close(scaled.scale().cpu(), kept.scale(), atol=tolerance, rtol=tolerance)
 
 
-Tensors = TypeVar("Tensors", FewExperts, PackedMatrices, ExpertForm)
+Tensors = TypeVar("Tensors", FewExperts, Fp8Matrices, PackedMatrices, ExpertForm)
 
 
 def _moved(parts: Tensors, device: str) -> Tensors:
@@ -274,7 +280,7 @@ def _moved(parts: Tensors, device: str) -> Tensors:
     for name, part in parts._asdict().items():
         if isinstance(part, torch.Tensor):
             moved[name] = part.to(device)
-        elif isinstance(part, PackedMatrices | ExpertForm):
+        elif isinstance(part, Fp8Matrices | PackedMatrices | ExpertForm):
             moved[name] = _moved(part, device)
     return parts._replace(**moved)
 
@@ -369,6 +375,11 @@ def few_row_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         (1, (16, 256, 128), 4, False, BFLOAT16, 128, False),
         (1, (32, 160, 288), 4, False, BFLOAT16, MXFP4, True),
         (1, (16, 64, 32), 4, False, BFLOAT16, None, True),
+        (2, (16, 300, 40), 4, False, FLOAT32, "channel", False),
+        (3, (16, 256, 384), 8, True, BFLOAT16, "channel", False),
+        (1, (8, 300, 256), 3, False, FLOAT32, "block", False),
+        (4, (16, 384, 128), 8, False, BFLOAT16, "block", False),
+        (1, (8, 256, 2176), 2, False, BFLOAT16, "block", False),
     ):
         routing = Routing(top_k=top_k, is_normalised=True)
         yield check_few_experts, (num_rows, sizes, 0, routing, has_bias, False, dtype, group, is_gpt_oss)

@@ -299,6 +299,15 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     routing = Routing(top_k=6, is_normalised=False)
     experts = FewExperts(routing, x[:1].expand(6, -1), up, down, None, True, *shared)
     few_experts_triton(rows, experts, x[:1], norm)
+    for split in (1, BLOCK):  # scales of outputs, and of blocks
+        both = [
+            Fp8Matrices(
+                torch.zeros(8, *shape, dtype=FP8),
+                torch.zeros(8, shape[0] // split, *([count] if split > 1 else [])),
+            )
+            for shape, count in (((1536, 2048), 16), ((2048, 768), 6))
+        ]
+        few_experts_triton(rows, FewExperts(routing, x[:1].expand(8, -1), *both), x[:1], norm)
     for top_k, inner, group in ((4, 2880, MXFP4), (8, 768, 128)):
         matrices = [
             PackedMatrices(

@@ -3,7 +3,15 @@
 import pytest
 import torch
 from baton.kernels.expert_mlp import ExpertForm
-from baton.kernels.few_experts import FewExperts, can_join_experts, few_experts, should_join_experts
+from baton.kernels.few_experts import (
+    FewExperts,
+    Matrices,
+    can_join_experts,
+    few_experts,
+    should_join_experts,
+)
+from baton.kernels.fp8_experts import Fp8Matrices
+from baton.kernels.fp8_scales import FP8
 from baton.kernels.normed_linear import UnscaledRows
 from baton.kernels.packed_experts import MXFP4, PackedMatrices
 from baton.kernels.route_experts import Routing
@@ -13,15 +21,18 @@ BIAS = torch.zeros(16, 2 * INNER)
 
 
 def experts_of(
-    *, count: int = 16, inner: int = INNER, shared: int = 0, is_packed: bool = False, num_groups: int = 1,
-    form: ExpertForm | None = None,
+    *, count: int = 16, inner: int = INNER, shared: int = 0, is_packed: bool = False, is_fp8: bool = False,
+    num_groups: int = 1, form: ExpertForm | None = None,
 ) -> FewExperts:  # fmt: skip
     """Experts without values; `shared`: the inner values of their shared MLP."""
 
     def empty(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.empty(*shape, dtype=dtype, device="meta")
 
-    def matrices(out_size: int, in_size: int) -> torch.Tensor | PackedMatrices:
+    def matrices(out_size: int, in_size: int) -> Matrices:
+        if is_fp8:
+            values = empty(count, out_size, in_size, dtype=FP8)
+            return Fp8Matrices(values, empty(count, out_size, dtype=torch.float32))
         if not is_packed:
             return empty(count, out_size, in_size)
         parts = -(-in_size // 128)
@@ -44,6 +55,7 @@ def experts_of(
     [
         ({}, True),
         ({"is_packed": True}, True),
+        ({"is_fp8": True}, True),
         ({"shared": 2 * INNER}, True),
         ({"form": ExpertForm(gate_up_bias=BIAS, limit=7.0, alpha=1.7)}, True),
         ({"count": 128}, True),
@@ -51,6 +63,7 @@ def experts_of(
         ({"num_groups": 2}, False),
         ({"shared": INNER + 8}, False),
         ({"shared": INNER, "is_packed": True}, False),
+        ({"shared": INNER, "is_fp8": True}, False),
         ({"shared": INNER, "form": ExpertForm(limit=7.0)}, False),
         ({"shared": INNER, "form": ExpertForm(gate_up_bias=BIAS)}, False),
         ({"shared": INNER, "form": ExpertForm(down_bias=BIAS)}, False),

@@ -63,11 +63,14 @@ FAMILIES = {
 FAMILIES["qwen3-moe in 4 bits"] = FAMILIES["qwen3-moe"] | {"hidden_size": 128, "moe_intermediate_size": 128}
 FAMILIES["qwen3-moe wholly in 4 bits"] = FAMILIES["qwen3-moe in 4 bits"] | {"head_dim": 64}
 FAMILIES["qwen3-moe with attention in 8 bits"] = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 1024}
+FAMILIES["qwen3-moe in 8 bits"] = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 48}
+FAMILIES["qwen3-moe in blocks of 8 bits"] = FAMILIES["qwen3-moe wholly in 4 bits"]
 FAMILIES["llama in 4 bits"] = FAMILIES["llama"] | {"intermediate_size": 256}
 QUANTISED = {
     "llama in 8 bits": "fp8", "gpt-oss in 4 bits": "mxfp4", "qwen3-moe in 4 bits": "int4",
     "llama in 4 bits": "int4", "qwen3-moe wholly in 4 bits": "int4",
-    "qwen3-moe with attention in 8 bits": "fp8",
+    "qwen3-moe with attention in 8 bits": "fp8", "qwen3-moe in 8 bits": "fp8",
+    "qwen3-moe in blocks of 8 bits": "fp8-blocks",
 }  # fmt: skip
 # Modules that are not quantised, by the key of the form.
 PLAIN = {
@@ -128,10 +131,14 @@ def slow_but(quick: set[tuple[object, ...]], cases: Iterable[tuple[object, ...]]
 MOST_ROWS = {
     "llama in 8 bits": (2, 2), "llama in 4 bits": (2, 2), "gpt-oss in 4 bits": (2, 1),
     "qwen3-moe in 4 bits": (2, 1), "qwen3-moe wholly in 4 bits": (2, 1),
-    "qwen3-moe with attention in 8 bits": (1, 3),
+    "qwen3-moe with attention in 8 bits": (1, 3), "qwen3-moe in 8 bits": (2, 2),
+    "qwen3-moe in blocks of 8 bits": (2, 2),
 }  # fmt: skip
 WITH_EXPERTS = ("qwen3-moe", "gpt-oss", "deepseek-v2")
-QUICK = ("llama", "llama in 4 bits", "qwen3-moe", "deepseek-v2", "gpt-oss in 4 bits")
+QUICK = (
+    "llama", "llama in 4 bits", "qwen3-moe", "qwen3-moe in blocks of 8 bits", "deepseek-v2",
+    "gpt-oss in 4 bits",
+)  # fmt: skip
 NAMES = (("norms",), ("norms", "experts"), ("latents",), JOIN_NAMES)
 
 
@@ -231,6 +238,9 @@ LIMITS = {
     ("qwen3-moe", "none"): 12,
     ("qwen3-moe", "norms"): 12,
     ("qwen3-moe", ""): 8,
+    ("qwen3-moe in 8 bits", "none"): 12,
+    ("qwen3-moe in 8 bits", ""): 8,
+    ("qwen3-moe in blocks of 8 bits", ""): 8,
     ("qwen3-moe in 4 bits", "none"): 12,
     ("qwen3-moe in 4 bits", ""): 8,
     ("gpt-oss", ""): 6,

@@ -36,7 +36,7 @@ def triton() -> None:
     "family",
     [
         "llama", "llama in 8 bits", "llama in 4 bits", "qwen3-moe wholly in 4 bits",
-        "qwen3-moe with attention in 8 bits",
+        "qwen3-moe with attention in 8 bits", "qwen3-moe in blocks of 8 bits",
     ],
 )  # fmt: skip
 @torch.no_grad()
