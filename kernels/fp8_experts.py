@@ -187,7 +187,9 @@ def fp8_experts_triton(
         out_size, in_size = target.shape[1], source.shape[1]
         rows, row_scales = source, matrices.scales
         if is_rounded:
-            rows, row_scales = quantise_rows(source, BLOCK if matrices.has_blocks else in_size)
+            # a dry run meets numbers of rows, not of slots
+            group = BLOCK if matrices.has_blocks else in_size
+            rows, row_scales = quantise_rows(source, group, shares=False)
         _fp8_experts_kernel[(num_tiles * cdiv(out_size, tile.out),)](
             rows,
             row_scales,

@@ -30,14 +30,15 @@ from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
 from .quantise_rows import quantise_rows
 from .silu_mul import silu_mul, silu_mul_reference
+from .skinny_linear import fitting_stages
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MAX_ROWS = 64
 MIN_ROWS_TILE = 16
 NATIVE = (8, 9)  # the first compute capability with conversions and products of e4m3
-LONG_INPUTS = 8192  # from which, with blocks, tiles of outputs are wide
-MANY_OUTPUTS = 8192  # and from which they are with more than half of MAX_ROWS rows
-WIDE_OUTPUTS = 16384  # from which the library multiplies as many
+LONG_INPUTS = 8192  # beyond them tiles have 128 outputs with blocks
+MANY_OUTPUTS = 8192  # beyond them tiles have as many for more than half of MAX_ROWS rows
+LIBRARY_OUTPUTS = 16384  # beyond them the library multiplies so many rows
 PROGRAMS = 264  # of a product whose inputs are cut: two for each multiprocessor of an H200
 MIN_BLOCKS = 4  # of a part of the inputs
 MAX_SPLITS = 8
@@ -207,6 +208,9 @@ def fp8_linear_triton(
     splits = cdiv(in_size, part)
     sums = y if splits == 1 else torch.empty((splits, *y.shape), dtype=torch.float32, device=x.device)
     block_rows = min(max(next_power_of_2(num_rows), MIN_ROWS_TILE), MAX_ROWS)
+    lines, stages = (2 * tile.out if is_gated else tile.out), tile.num_stages
+    if x.is_cuda:
+        stages = fitting_stages(stages, (lines + block_rows * x.element_size()) * tile.inner, x.device)
     _fp8_kernel[(tiles, cdiv(num_rows, block_rows), splits)](
         x,
         x_scales,
@@ -232,7 +236,7 @@ def fp8_linear_triton(
         BLOCK_ROWS=block_rows,
         **chained(x.device),
         num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
+        num_stages=stages,
     )
     if splits > 1:
         add_splits(sums, bias, y)
@@ -261,10 +265,10 @@ def _is_native(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= NATIVE
 
 
-def _is_wide(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> bool:
-    """Whether a weight with blocks has so many outputs that more than half of MAX_ROWS rows count as many."""
+def _counts_as_many(x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, is_gated: bool) -> bool:
+    """Whether `fp8_many_rows` is faster for more than half of MAX_ROWS rows: with blocks and many outputs."""
     out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-    is_more = x.shape[0] > MAX_ROWS // 2 and out_size > WIDE_OUTPUTS
+    is_more = x.shape[0] > MAX_ROWS // 2 and out_size > LIBRARY_OUTPUTS
     return is_more and scales.dim() == 2 and by_library(x, weight, scales)
 
 
@@ -279,7 +283,9 @@ def _invariant(
     if x.dtype == torch.float32:
         return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated)
     if _is_native(x.device):
-        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True)
+        out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
+        tile = fp8_shape(1, out_size, x.shape[1], FP8, has_blocks=scales.dim() == 2)
+        return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True, shape=tile)
     y = invariant_linear(x, dequantise_fp8(weight, scales, x.dtype), bias)
     return silu_mul(y) if is_gated else y
 
@@ -305,7 +311,7 @@ def fp8_linear(
         return fp8_linear_reference(x, weight, scales, bias, is_gated)
     if x.shape[0] <= most_rows(x.dtype):
         return fp8_rows_triton(x, Fp8Weight(weight, scales, bias), is_gated=is_gated)
-    if x.shape[0] <= MAX_ROWS and not _is_wide(x, weight, scales, is_gated):
+    if x.shape[0] <= MAX_ROWS and not _counts_as_many(x, weight, scales, is_gated):
         splits = 0 if scales.dim() == 2 else 1
         return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True, splits=splits)
     y = fp8_many_rows(x, weight, scales, bias)

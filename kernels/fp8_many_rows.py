@@ -2,7 +2,8 @@
 scale of its own (in blocks of 128 inputs if the weight has blocks), for 8-bit matrix instructions.
 
 The products are the library's where it has them. With blocks those are cuBLAS's on Hopper; elsewhere a kernel
-here takes their place.
+here takes their place. Scales of outputs with rows in float16 or sizes that the library does not take:
+dequantised weights.
 
 Source: cuBLAS documentation, "1D and 2D block scaling for FP8 data types", for the layouts of scales.
 Legend: T rows, N outputs, H inputs.
@@ -106,20 +107,47 @@ def fp8_blocks_triton(
     return y
 
 
+# torch's own form for fake tensors counts whole blocks only, and a dry run would end at a smaller last block
+torch.library.define(
+    "baton::scaled_blocks", "(Tensor rows, Tensor row_scales, Tensor weight, Tensor scales) -> Tensor"
+)
+
+
+def _scaled_blocks(
+    rows: torch.Tensor, row_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    """The library's product of e4m3 `rows` `[T, H]` and `weight` `[N, H]`, bfloat16 `[T, N]`. `row_scales`
+    `[T, G]` and `scales` `[ceil(N / BLOCK), G']` with G' a multiple of ALIGNED_BLOCKS.
+    """
+    return F.scaled_mm(
+        rows,
+        weight.t(),
+        row_scales,
+        ScalingType.BlockWise1x128,
+        scales.t(),
+        ScalingType.BlockWise128x128,
+        output_dtype=torch.bfloat16,
+    )
+
+
+def _fake_scaled_blocks(
+    rows: torch.Tensor, row_scales: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor
+) -> torch.Tensor:
+    return rows.new_empty((rows.shape[0], weight.shape[0]), dtype=torch.bfloat16)
+
+
+torch.library.impl("baton::scaled_blocks", "cuda", _scaled_blocks)
+torch.library.register_fake("baton::scaled_blocks", _fake_scaled_blocks)
+
+
 def fp8_blocks_product(
     x: torch.Tensor, weight: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """As `fp8_blocks_triton`, by the library."""
     rounded, x_scales = quantise_rows(x, BLOCK, ALIGNED_ROWS)
-    y: torch.Tensor = F.scaled_mm(
-        rounded,
-        weight.t(),
-        x_scales,
-        ScalingType.BlockWise1x128,
-        F.pad(scales, (0, -scales.shape[1] % ALIGNED_BLOCKS)).t(),
-        ScalingType.BlockWise128x128,
-        output_dtype=torch.bfloat16,
-    )
+    missing = -scales.shape[1] % ALIGNED_BLOCKS
+    whole = F.pad(scales, (0, missing)) if missing else scales
+    y: torch.Tensor = torch.ops.baton.scaled_blocks.default(rounded, x_scales, weight, whole)
     return _finished(y if len(y) == len(x) else y[: len(x)], x.dtype, bias)
 
 

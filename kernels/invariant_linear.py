@@ -14,7 +14,7 @@ import torch
 
 from .invariant_rows import linear_rows
 from .logits import widened_logits
-from .skinny_linear import SkinnyShape, linear_triton, shared_bytes, skinny_shape
+from .skinny_linear import SkinnyShape, fitting_stages, linear_triton, skinny_shape
 
 # float32 has no matrix instruction of full precision; it is for tests.
 FLOAT32 = SkinnyShape(out=32, inner=32, num_warps=4, num_stages=2)
@@ -46,8 +46,7 @@ def _on_gpu(
     shape, most = _tile(x.shape[0], weight.shape[0])
     # the stages in flight do not change the bits either: as many as the device has memory for
     stage_bytes = (shape.out + most) * shape.inner * x.itemsize
-    num_stages = max(1, min(shape.num_stages, shared_bytes(x.device) // stage_bytes))
-    shape = shape._replace(num_stages=num_stages)
+    shape = shape._replace(num_stages=fitting_stages(shape.num_stages, stage_bytes, x.device))
     return linear_triton(x, weight, bias, shape=shape, max_tile_rows=most, out_dtype=out_dtype)
 
 

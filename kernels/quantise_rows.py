@@ -108,7 +108,9 @@ def _quantise_wide_kernel(
     tl.store(p_scales + i_row, b_scale, mask=tl.program_id(1) == 0)
 
 
-def quantise_rows_triton(x: torch.Tensor, group: int, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows_triton(
+    x: torch.Tensor, group: int, multiple: int = 1, *, shares: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Launch with the arguments of `quantise_rows`."""
     num_rows, width = x.shape
     x = x if x.stride(1) == 1 else x.contiguous()
@@ -118,7 +120,7 @@ def quantise_rows_triton(x: torch.Tensor, group: int, multiple: int = 1) -> tupl
     if y.numel() == 0:
         return y, scales
     if num_groups == 1 and width > WIDE_STEP:
-        is_shared = all_rows <= FEW_ROWS
+        is_shared = shares and all_rows <= FEW_ROWS
         step = max(FEW_STEP if is_shared else WIDE_STEP, next_power_of_2(cdiv(width, MAX_STEPS)))
         num_steps = cdiv(width, step)
         _quantise_wide_kernel[(all_rows, num_steps if is_shared else 1)](
@@ -156,11 +158,14 @@ def quantise_rows_triton(x: torch.Tensor, group: int, multiple: int = 1) -> tupl
     return y, scales
 
 
-def quantise_rows(x: torch.Tensor, group: int, multiple: int = 1) -> tuple[torch.Tensor, torch.Tensor]:
+def quantise_rows(
+    x: torch.Tensor, group: int, multiple: int = 1, *, shares: bool = True
+) -> tuple[torch.Tensor, torch.Tensor]:
     """(e4m3 `[T', H]`, float32 scales `[T', G]`) of `x` `[T, H]`, in groups of `group` values; the last group
     of a row may be shorter. T' is the next multiple of `multiple`; rows behind the last are zeros.
 
-    The scales of a group lie side by side, `[G, T']` in memory.
+    The scales of a group lie side by side, `[G, T']` in memory. `shares`: programs share a wide row where
+    there are few rows, in another variant of the kernel.
 
     Raises ValueError for another number of dimensions, or an empty group.
     """
@@ -168,4 +173,6 @@ def quantise_rows(x: torch.Tensor, group: int, multiple: int = 1) -> tuple[torch
         raise ValueError(
             f"quantise_rows: x {tuple(x.shape)} in groups of {group}; expected [T, H], groups from 1"
         )
-    return (quantise_rows_triton if x.is_cuda else quantise_rows_reference)(x, group, multiple)
+    if x.is_cuda:
+        return quantise_rows_triton(x, group, multiple, shares=shares)
+    return quantise_rows_reference(x, group, multiple)

@@ -198,6 +198,13 @@ def shared_bytes(device: torch.device) -> int:
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
 
 
+def fitting_stages(num_stages: int, step_bytes: int, device: torch.device) -> int:
+    """As many of `num_stages` steps of `step_bytes` each as the shared memory of a program on CUDA `device`
+    holds, but one at least.
+    """
+    return max(1, min(num_stages, shared_bytes(device) // step_bytes))
+
+
 def has_tiles(x: torch.Tensor) -> bool:
     """Whether kernels of few rows take tensors like `x`. float32 is left to the library: Triton has no fast
     product of full precision.

@@ -260,11 +260,12 @@ def _kind(layer: object) -> tuple[int, float, bool, bool, type]:
 
 
 def _projections(layer: object) -> tuple[type, ...]:
-    """The classes of the projections of a layer, which have kernels of their own where weights are stored in
-    another form.
+    """The classes of the projections and experts of a layer, which have kernels of their own where weights
+    are stored in another form.
     """
-    parts = [getattr(layer, name, None) for name in ("attention", "mlp")]
-    names = ("qkv", "output", "gate_up", "down")
+    attention, mlp = getattr(layer, "attention", None), getattr(layer, "mlp", None)
+    parts = (attention, mlp, getattr(mlp, "shared", None))
+    names = ("qkv", "query_up", "output", "gate_up", "down", "stored")
     return tuple(type(getattr(part, name, None)) for part in parts for name in names)
 
 

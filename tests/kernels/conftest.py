@@ -149,6 +149,12 @@ def compiled_for_a100(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[t
     return compiling(monkeypatch, tmp_path, 80)
 
 
+@pytest.fixture
+def compiled_for_l40(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[tuple[str, object]]:
+    """As `compiled_for_h200`, for sm_89, whose programs have 99 KB of shared memory."""
+    return compiling(monkeypatch, tmp_path, 89)
+
+
 def compiling(monkeypatch: pytest.MonkeyPatch, cache: Path, capability: int) -> list[tuple[str, object]]:
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
     from triton.backends.compiler import GPUTarget

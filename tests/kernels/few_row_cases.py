@@ -217,11 +217,11 @@ def check_norm_between_int4_products(
 
 def check_few_experts(
     device: str, num_rows: int, sizes: tuple[int, int, int], num_shared: int, routing: Routing,
-    has_bias: bool, is_float32: bool, dtype: torch.dtype, group: int | str | None = None,
+    has_bias: bool, is_float32: bool, dtype: torch.dtype, stored: int | str | None = None,
     is_gpt_oss: bool = False,
 ) -> None:  # fmt: skip
-    """Equal logits are among those to choose from, and sigmoids that round to 1 without a bias. `group`: of
-    weights in 4 bits, or the form of the scales of 8 bits; `is_gpt_oss`: with biases and its gate.
+    """Equal logits are among those to choose from, and sigmoids that round to 1 without a bias. `stored`: the
+    group of weights in 4 bits, or the form of the scales of 8 bits; `is_gpt_oss`: with biases and its gate.
     """
     num_experts, hidden, inner = sizes
 
@@ -238,12 +238,12 @@ def check_few_experts(
         seed=3), randn(num_experts, seed=6) if has_bias else None, is_float32,
         *(shared if num_shared else (None, None)),
     )  # fmt: skip
-    if isinstance(group, str):
-        eighths = fp8_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), group)
+    if isinstance(stored, str):
+        eighths = fp8_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), stored)
         small = (each._replace(scales=each.scales / 16) for each in eighths)  # as the others' values
         weights = weights._replace(**dict(zip(("gate_up", "down"), small, strict=True)))
-    elif group is not None:
-        packed = packed_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), group)
+    elif stored is not None:
+        packed = packed_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), stored)
         weights = weights._replace(gate_up=packed[0], down=packed[1])
     if is_gpt_oss:
         biases = made(num_experts, 2 * inner, seed=11), made(num_experts, hidden, seed=12)

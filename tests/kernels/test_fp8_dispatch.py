@@ -4,7 +4,7 @@ import pytest
 import torch
 from baton.engine.models.quant.config import Fp8Form
 from baton.engine.models.quant.fp8_projection import Fp8Projection
-from baton.kernels import fp8_linear
+from baton.kernels import fp8_linear, skinny_linear
 from baton.kernels.fp8_rows import scaled_fp8, sum_fp8
 from baton.kernels.fp8_scales import FP8, Fp8Weight
 from baton.kernels.int4_rows import sum_int4_triton
@@ -23,6 +23,7 @@ def test_up_to_four_rows_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyP
     capability = [(9, 0)]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
 
     def names(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[str]:
         with FakeTensorMode(), planned_launches() as found:
@@ -54,6 +55,7 @@ def test_inputs_are_cut_where_few_tiles_of_blocks_leave_processors_idle(monkeypa
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
 
     def names(
         out_size: int, in_size: int, rows: int = 8, *, is_gated: bool = False, is_invariant: bool = False
@@ -61,7 +63,7 @@ def test_inputs_are_cut_where_few_tiles_of_blocks_leave_processors_idle(monkeypa
         with FakeTensorMode(), planned_launches() as found:
             x = torch.empty(rows, in_size, dtype=torch.bfloat16, device="cuda")
             weight = torch.empty(out_size, in_size, dtype=FP8, device="cuda")
-            scales = torch.empty(out_size // 128, in_size // 128, device="cuda")
+            scales = torch.empty(-(-out_size // 128), -(-in_size // 128), device="cuda")
             fp8_linear.fp8_linear(x, weight, scales, None, is_gated, is_invariant)
         return [launch.variant[0] for launch in found]
 
@@ -71,9 +73,30 @@ def test_inputs_are_cut_where_few_tiles_of_blocks_leave_processors_idle(monkeypa
     assert names(28672, 4096, is_gated=True) == names(24576, 1536) == ROUNDED
     assert names(24576, 1536, 32) == names(16384, 1536, 64)[:2] == ROUNDED
     assert names(24576, 1536, 36) == ["_quantise_kernel"], "the library multiplies"
+    for sizes in ((576, 7168), (2112, 7168), (4096, 400)):
+        assert names(*sizes, 68) == ["_quantise_kernel"], "also with a smaller last block"
     assert fp8_linear.num_splits(64, 4096) == 4
     assert fp8_linear.num_splits(32, 14336) == 8
     assert fp8_linear.num_splits(4, 1024) == 2, "a part has four blocks at least"
+
+
+@pytest.mark.slow
+def test_products_fit_the_shared_memory_of_an_l40(
+    compiled_for_l40: list[tuple[str, object]], monkeypatch: pytest.MonkeyPatch
+):
+    num_bytes = 99 * 1024
+    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: num_bytes)
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    for has_blocks in (False, True):
+        for out_size, in_size, is_gated in ((28672, 4096, True), (4096, 14336, False), (28672, 8320, True)):
+            weight = torch.zeros(out_size, in_size, dtype=FP8)
+            scales = torch.zeros((out_size // 128, in_size // 128) if has_blocks else (out_size,))
+            for num_rows in (32, 64):
+                x = torch.zeros(num_rows, in_size, dtype=torch.bfloat16)
+                fp8_linear.fp8_linear_triton(x, weight, scales, is_gated=is_gated, is_rounded=True, splits=0)
+    used = [kernel.metadata for name, kernel in compiled_for_l40 if name == "_fp8_kernel"]
+    assert max(each.shared for each in used) <= num_bytes
+    assert min(each.num_stages for each in used) >= 2
 
 
 def test_projections_join_as_many_rows_as_are_not_rounded():

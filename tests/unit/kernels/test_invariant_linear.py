@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from baton.kernels import invariant_linear
+from baton.kernels import invariant_linear, skinny_linear
 from baton.kernels.skinny_linear import MIN_ROWS_TILE, SHARED_BYTES
 from baton.kernels.triton_jit import planned_launches
 
@@ -11,7 +11,7 @@ HIDDEN, OUTPUTS = 256, 192
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_one_row_has_tiles_of_many(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(invariant_linear, "shared_bytes", lambda device: SHARED_BYTES)
+    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: SHARED_BYTES)
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
     weight = torch.zeros(OUTPUTS, HIDDEN, dtype=dtype)
     with planned_launches() as found:
