@@ -65,12 +65,16 @@ FAMILIES["qwen3-moe wholly in 4 bits"] = FAMILIES["qwen3-moe in 4 bits"] | {"hea
 FAMILIES["qwen3-moe with attention in 8 bits"] = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 1024}
 FAMILIES["qwen3-moe in 8 bits"] = FAMILIES["qwen3-moe"] | {"moe_intermediate_size": 48}
 FAMILIES["qwen3-moe in blocks of 8 bits"] = FAMILIES["qwen3-moe wholly in 4 bits"]
+FAMILIES["latents in blocks of 8 bits"] = FAMILIES["deepseek-v2"] | {  # 576 values of a latent: 4.5 blocks
+    "hidden_size": 256, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128,
+    "v_head_dim": 128, "intermediate_size": 256, "moe_intermediate_size": 128,
+}  # fmt: skip
 FAMILIES["llama in 4 bits"] = FAMILIES["llama"] | {"intermediate_size": 256}
 QUANTISED = {
     "llama in 8 bits": "fp8", "gpt-oss in 4 bits": "mxfp4", "qwen3-moe in 4 bits": "int4",
     "llama in 4 bits": "int4", "qwen3-moe wholly in 4 bits": "int4",
     "qwen3-moe with attention in 8 bits": "fp8", "qwen3-moe in 8 bits": "fp8",
-    "qwen3-moe in blocks of 8 bits": "fp8-blocks",
+    "qwen3-moe in blocks of 8 bits": "fp8-blocks", "latents in blocks of 8 bits": "fp8-blocks",
 }  # fmt: skip
 # Modules that are not quantised, by the key of the form.
 PLAIN = {
@@ -91,7 +95,8 @@ def model_of(
     model = build_model(target_config(family, "", folder, form), dtype=dtype, joins=joins)
     generator = torch.Generator().manual_seed(0)
     for name, weight in model.tensors():
-        scale = 0.3 if "norm" in name else 16.0 if weight.dtype == FP8 else weight.shape[-1] ** -0.5
+        scale = 0.3 if "norm" in name else weight.shape[-1] ** -0.5
+        scale = scale / 0.02 if weight.dtype == FP8 else scale  # whose scales are 0.02
         offset = 1.0 if "norm" in name else 0.02 if "scale" in name else 0.0
         if not weight.is_floating_point():
             low, high = (120, 124) if weight.dtype == torch.uint8 and "scales" in name else (0, 256)

@@ -37,6 +37,7 @@ def triton() -> None:
     [
         "llama", "llama in 8 bits", "llama in 4 bits", "qwen3-moe wholly in 4 bits",
         "qwen3-moe with attention in 8 bits", "qwen3-moe in blocks of 8 bits",
+        "latents in blocks of 8 bits",
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -45,7 +46,7 @@ def test_any_number_of_rows_launches_what_a_dry_run_met(
 ):
     monkeypatch.setattr(torch.version, "cuda", "13.0")  # whose library multiplies in blocks
     model = first_layers(model_of(family, None, torch.bfloat16, tmp_path, monkeypatch))
-    most = MOST_ROWS if family == "qwen3-moe in blocks of 8 bits" else FEW_ROWS
+    most = MOST_ROWS if "blocks" in family else FEW_ROWS
     met = set().union(*(variants(model, count, monkeypatch) for count in row_counts(most)))
     for count in range(1, most + 1):
         assert not variants(model, count, monkeypatch) - met, count
