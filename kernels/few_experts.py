@@ -203,6 +203,7 @@ def _first_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     EXPERT_SCALES: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     SQUARES: tl.constexpr,
     BLOCK_EXPERTS: tl.constexpr,
@@ -243,12 +244,11 @@ def _first_kernel(
     i_out = i_tile * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     m_out = i_out < INNER
     if EXPERT_SCALES > 0:
-        HAS_BLOCKS: tl.constexpr = SCALE_BLOCK > 0
         p_own_scales = p_scales + expert.to(tl.int64) * EXPERT_SCALES
         b_sum, b_sum_up = row_sums(
             p_x + row * x_stride, p_weight, p_own_scales, i_tile * BLOCK_OUT, INNER, HIDDEN,
-            (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK if HAS_BLOCKS else 1, HAS_BLOCKS, True,
-            HIDDEN % BLOCK_IN == 0, SCALE_BLOCK if HAS_BLOCKS else 1, BLOCK_OUT, BLOCK_IN, NUM_STAGES,
+            (HIDDEN + SCALE_BLOCK - 1) // SCALE_BLOCK, HAS_BLOCKS, True, HIDDEN % BLOCK_IN == 0, SCALE_BLOCK,
+            BLOCK_OUT, BLOCK_IN, NUM_STAGES,
         )  # fmt: skip
         if not HAS_BLOCKS:
             b_sum *= tl.load(p_own_scales + i_out, mask=m_out, other=0.0)
@@ -290,6 +290,7 @@ def _second_kernel(
     HIDDEN: tl.constexpr,
     INNER: tl.constexpr,
     EXPERT_SCALES: tl.constexpr,
+    HAS_BLOCKS: tl.constexpr,
     SCALE_BLOCK: tl.constexpr,
     HAS_NORM: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -324,12 +325,12 @@ def _second_kernel(
         )
         b_down = tl.load(p_down + o_down + i_in[None, None, :], mask=m_in[:, None, :], other=0.0)
         b_each = tl.sum(b_down.to(tl.float32) * b_x[:, None, :].to(tl.float32), axis=2)
-        if SCALE_BLOCK > 0:  # a step and the outputs of a program lie in one block
+        if HAS_BLOCKS:  # a step and the outputs of a program lie in one block
             o_block = i_tile * BLOCK_OUT // SCALE_BLOCK * ((INNER + SCALE_BLOCK - 1) // SCALE_BLOCK)
             b_scale = tl.load(p_own_scales + o_block + first // SCALE_BLOCK, mask=m_choice, other=0.0)
             b_each *= b_scale[:, None]
         b_y += b_each
-    if EXPERT_SCALES > 0 and SCALE_BLOCK == 0:
+    if EXPERT_SCALES > 0 and not HAS_BLOCKS:
         b_y *= tl.load(p_own_scales[:, None] + i_out[None, :], mask=m_sum, other=0.0)
     if HAS_BIAS:
         b_y += tl.load(p_bias + b_expert[:, None] * HIDDEN + i_out[None, :], mask=m_sum, other=0.0)
@@ -502,13 +503,11 @@ def few_experts_triton(
 
 
 def _scales(matrices: Matrices) -> tuple[torch.Tensor, dict[str, int]]:
-    """The scales of the experts, and how many an expert has and of how large blocks: both are 0 without
-    scales, the second is with scales of outputs.
-    """
+    """The scales of the experts, and as constants how many an expert has, 0 without, and of what form."""
     if not isinstance(matrices, Fp8Matrices):
-        return _stored(matrices), {"EXPERT_SCALES": 0, "SCALE_BLOCK": 0}
-    scales = matrices.scales
-    return scales, {"EXPERT_SCALES": scales.stride(0), "SCALE_BLOCK": BLOCK if matrices.has_blocks else 0}
+        return _stored(matrices), {"EXPERT_SCALES": 0, "HAS_BLOCKS": False, "SCALE_BLOCK": BLOCK}
+    scales, has_blocks = matrices.scales, matrices.has_blocks
+    return scales, {"EXPERT_SCALES": scales.stride(0), "HAS_BLOCKS": has_blocks, "SCALE_BLOCK": BLOCK}
 
 
 def _packed_triton(

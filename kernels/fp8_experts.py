@@ -115,11 +115,9 @@ def _fp8_experts_kernel(
     p_row_scales = p_x_scales + i_row
     p_out_scales = p_scales + expert * expert_scales
     i_first_out = (tl.program_id(0) % num_outs) * BLOCK_OUT
-    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
     b_y, b_up = fp8_tile(
         p_rows, p_outs, p_row_scales, p_out_scales, i_first_out, m_slot, 0, in_size, out_size, in_size,
-        x_scale_stride, scale_stride, b_zero, b_zero, HAS_BLOCKS, IS_ROUNDED, IS_GATED, IS_EVEN, SCALE_BLOCK,
-        BLOCK_IN, "",
+        x_scale_stride, scale_stride, HAS_BLOCKS, IS_ROUNDED, IS_GATED, IS_EVEN, SCALE_BLOCK, BLOCK_IN, "",
     )  # fmt: skip
     if not HAS_BLOCKS:
         b_y, b_up = by_outputs(
@@ -201,7 +199,7 @@ def fp8_experts_triton(
             out_size,
             in_size,
             rows.stride(0),
-            row_scales.stride(1) if is_rounded else 1,
+            row_scales.stride(-1),
             matrices.scales.shape[-1],
             matrices.scales.stride(0),
             SLOTS_A_ROW=slots_a_row,

@@ -29,6 +29,7 @@ from .fp8_tile import by_outputs, fp8_tile
 from .invariant_linear import invariant_linear
 from .invariant_rows import linear_rows, silu_mul_rows
 from .quantise_rows import quantise_rows
+from .row_product import gated, with_bias
 from .silu_mul import silu_mul, silu_mul_reference
 from .skinny_linear import fitting_stages
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
@@ -106,11 +107,10 @@ def _fp8_kernel(
     p_rows = p_x + i_row.to(tl.int64)[None, :] * x_stride
     p_outs = p_weight + tl.minimum(i_out, out_size - 1)[:, None] * in_size  # behind the last, that again
     p_row_scales = p_x_scales + i_row
-    b_zero = tl.zeros((BLOCK_OUT, BLOCK_ROWS), dtype=tl.float32)
     b_y, b_up = fp8_tile(
-        p_rows, p_outs, p_row_scales, p_scales, i_first_out, m_row, first_in, end_in, out_size,
-        in_size, x_scale_stride, scale_stride, b_zero, b_zero, HAS_BLOCKS, IS_ROUNDED, IS_GATED, IS_EVEN,
-        SCALE_BLOCK, BLOCK_IN, "evict_first",
+        p_rows, p_outs, p_row_scales, p_scales, i_first_out, m_row, first_in, end_in, out_size, in_size,
+        x_scale_stride, scale_stride, HAS_BLOCKS, IS_ROUNDED, IS_GATED, IS_EVEN, SCALE_BLOCK, BLOCK_IN,
+        "evict_first",
     )  # fmt: skip
     release_next(CHAINED)
     if not HAS_BLOCKS:
@@ -118,13 +118,11 @@ def _fp8_kernel(
             b_y, b_up, p_row_scales, p_scales, i_out, m_row, m_out, out_size, IS_ROUNDED, IS_GATED
         )
     if HAS_BIAS:
-        b_y += tl.load(p_bias + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
+        b_y = with_bias(b_y, p_bias, i_out, m_out)
     if IS_GATED:
         if HAS_BIAS:
-            b_up += tl.load(p_bias + out_size + i_out, mask=m_out, other=0.0).to(tl.float32)[:, None]
-        b_gate = b_y.to(p_y.dtype.element_ty).to(tl.float32)
-        b_silu = (b_gate / (1.0 + tl.exp(-b_gate))).to(p_y.dtype.element_ty).to(tl.float32)
-        b_y = b_silu * b_up.to(p_y.dtype.element_ty).to(tl.float32)
+            b_up = with_bias(b_up, p_bias + out_size, i_out, m_out)
+        b_y = gated(b_y, b_up, p_y.dtype.element_ty, False)
     o_y = (tl.program_id(2) * num_rows + i_row)[None, :].to(tl.int64) * out_size + i_out[:, None]
     tl.store(p_y + o_y, b_y.to(p_y.dtype.element_ty), mask=m_out[:, None] & m_row[None, :])
 
@@ -223,7 +221,7 @@ def fp8_linear_triton(
         in_size,
         part,
         x.stride(0),
-        x_scales.stride(1) if x_scales.dim() == 2 else 1,
+        x_scales.stride(-1),
         scales.shape[1] if has_blocks else 1,
         HAS_BIAS=bias is not None and splits == 1,
         HAS_BLOCKS=has_blocks,
@@ -283,8 +281,7 @@ def _invariant(
     if x.dtype == torch.float32:
         return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated)
     if _is_native(x.device):
-        out_size = weight.shape[0] // 2 if is_gated else weight.shape[0]
-        tile = fp8_shape(1, out_size, x.shape[1], FP8, has_blocks=scales.dim() == 2)
+        tile = fp8_shape(1, weight.shape[0], x.shape[1], FP8, has_blocks=scales.dim() == 2)
         return fp8_linear_triton(x, weight, scales, bias, is_gated=is_gated, is_rounded=True, shape=tile)
     y = invariant_linear(x, dequantise_fp8(weight, scales, x.dtype), bias)
     return silu_mul(y) if is_gated else y

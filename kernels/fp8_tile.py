@@ -37,17 +37,17 @@ def _block_scales(
     p_outs: tl.tensor,
     up_offset: tl.tensor,
     m_row: tl.tensor,
-    row_offset: tl.tensor,
+    row_stride: tl.tensor,
     i_block: tl.tensor,
     IS_ROUNDED: tl.constexpr,
     IS_GATED: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor, tl.tensor]:
     """Scales of block `i_block` of the inputs, float32: of the rows `[R]`, 1 unless IS_ROUNDED, of the
-    outputs, and of the other half of gated outputs.
+    outputs, and of the other half of gated outputs. `row_stride` is an int64.
     """
     b_rows = m_row.to(tl.float32)
     if IS_ROUNDED:
-        b_rows = tl.load(p_rows + row_offset, mask=m_row, other=0.0)
+        b_rows = tl.load(p_rows + i_block * row_stride, mask=m_row, other=0.0)
     out = tl.load(p_outs + i_block)
     up = out
     if IS_GATED:
@@ -69,8 +69,6 @@ def fp8_tile(
     in_size: tl.tensor,
     row_scale_stride: tl.tensor,
     scale_stride: tl.tensor,
-    b_y: tl.tensor,
-    b_up: tl.tensor,
     HAS_BLOCKS: tl.constexpr,
     IS_ROUNDED: tl.constexpr,
     IS_GATED: tl.constexpr,
@@ -79,7 +77,8 @@ def fp8_tile(
     BLOCK_IN: tl.constexpr,
     EVICTION: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """`b_y` and, gated, `b_up`, float32 `[N, R]`, plus the products of inputs `first_in` to `end_in`.
+    """The sums of the products of inputs `first_in` to `end_in`, float32 `[N, R]`, and with a gate those of
+    the other half.
 
     `p_rows` `[1, R]` and `p_outs` `[N, 1]` point to lines of `in_size` inputs, and the other half of gated
     outputs is `out_size` lines behind. With HAS_BLOCKS products are scaled: `p_row_scales` `[R]` point to the
@@ -90,13 +89,15 @@ def fp8_tile(
     i_offset = tl.arange(0, BLOCK_IN)
     dtype: tl.constexpr = p_rows.dtype.element_ty
     p_ups = p_outs + out_size.to(tl.int64) * in_size
+    b_y = tl.zeros((p_outs.shape[0], p_rows.shape[1]), dtype=tl.float32)
+    b_up = b_y
     if HAS_BLOCKS:
         p_line = p_scales + i_first_out // SCALE_BLOCK * scale_stride
         up_offset = out_size // SCALE_BLOCK * scale_stride
         i_block = first_in // SCALE_BLOCK
         stride = tl.full((), row_scale_stride, tl.int64)
         b_rows, out, up = _block_scales(
-            p_row_scales, p_line, up_offset, m_row, i_block * stride, i_block, IS_ROUNDED, IS_GATED
+            p_row_scales, p_line, up_offset, m_row, stride, i_block, IS_ROUNDED, IS_GATED
         )
     for first in range(first_in, end_in, BLOCK_IN):
         i_in = first + i_offset
@@ -108,7 +109,7 @@ def fp8_tile(
         if HAS_BLOCKS:
             i_block = tl.minimum(first + BLOCK_IN, end_in - 1) // SCALE_BLOCK
             b_next, next_out, next_up = _block_scales(
-                p_row_scales, p_line, up_offset, m_row, i_block * stride, i_block, IS_ROUNDED, IS_GATED
+                p_row_scales, p_line, up_offset, m_row, stride, i_block, IS_ROUNDED, IS_GATED
             )
             b_y += tl.dot(b_weight, b_x, input_precision="ieee") * (b_rows * out)[None, :]
             if IS_GATED:

@@ -240,8 +240,8 @@ def check_few_experts(
     )  # fmt: skip
     if isinstance(stored, str):
         eighths = fp8_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), stored)
-        small = (each._replace(scales=each.scales / 16) for each in eighths)  # as the others' values
-        weights = weights._replace(**dict(zip(("gate_up", "down"), small, strict=True)))
+        gate_up, down = (each._replace(scales=each.scales / 16) for each in eighths)  # as the others' values
+        weights = weights._replace(gate_up=gate_up, down=down)
     elif stored is not None:
         packed = packed_experts_of((num_rows, num_experts, routing.top_k, hidden, inner), stored)
         weights = weights._replace(gate_up=packed[0], down=packed[1])

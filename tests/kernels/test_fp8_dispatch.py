@@ -1,5 +1,7 @@
 """Which kernel multiplies weights in 8 bits, by rows, dtype and device."""
 
+from functools import partial
+
 import pytest
 import torch
 from baton.engine.models.quant.config import Fp8Form
@@ -17,64 +19,76 @@ OUT, IN = 512, 256
 FEW, ROUNDED = ["_fp8_few_rows_kernel"], ["_quantise_kernel", "_fp8_kernel"]
 
 
-@pytest.mark.parametrize("has_blocks", [False, True])
-def test_up_to_four_rows_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyPatch, has_blocks: bool):
+@pytest.fixture
+def h200(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are planned as for an H200 with CUDA 13."""
     pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    capability = [(9, 0)]
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability[0])
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
 
-    def names(num_rows: int, dtype: torch.dtype = torch.bfloat16) -> list[str]:
-        with FakeTensorMode(), planned_launches() as found:
-            x = torch.empty(num_rows, IN, dtype=dtype, device="cuda")
-            weight = torch.empty(OUT, IN, dtype=FP8, device="cuda")
-            scales = torch.empty((OUT // 128, IN // 128) if has_blocks else (OUT,), device="cuda")
-            fp8_linear.fp8_linear(x, weight, scales)
-        return [launch.variant[0] for launch in found]
 
-    assert names(1) == names(1, torch.float16) == ["_fp8_rows_kernel"]
+def launched(
+    num_rows: int,
+    sizes: tuple[int, int] = (OUT, IN),
+    dtype: torch.dtype = torch.bfloat16,
+    *,
+    has_blocks: bool = True,
+    is_gated: bool = False,
+    is_invariant: bool = False,
+) -> list[str]:
+    """The kernels of a product of `num_rows` rows with a weight of `sizes`."""
+    out_size, in_size = sizes
+    with FakeTensorMode(), planned_launches() as found:
+        x = torch.empty(num_rows, in_size, dtype=dtype, device="cuda")
+        weight = torch.empty(out_size, in_size, dtype=FP8, device="cuda")
+        shape = (-(-out_size // 128), -(-in_size // 128)) if has_blocks else (out_size,)
+        fp8_linear.fp8_linear(x, weight, torch.empty(shape, device="cuda"), None, is_gated, is_invariant)
+    return [launch.variant[0] for launch in found]
+
+
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_up_to_four_rows_of_bfloat16_are_not_rounded(monkeypatch: pytest.MonkeyPatch, has_blocks: bool):
+    names = partial(launched, has_blocks=has_blocks)
+    assert names(1) == names(1, dtype=torch.float16) == ["_fp8_rows_kernel"]
     assert names(2) == names(4) == FEW
-    assert names(5) == names(2, torch.float16) == names(4, torch.float16) == ROUNDED
-    elsewhere = ["_quantise_kernel", *(["_fp8_blocks_kernel"] if has_blocks else [])]
-    assert names(64) == ROUNDED
-    assert names(68) == ["_quantise_kernel"], "the library multiplies"
-    monkeypatch.setattr(torch.version, "cuda", "12.8")
-    assert names(68) == elsewhere
-    monkeypatch.setattr(torch.version, "cuda", "13.0")
-    capability[0] = (10, 0)
-    assert names(68) == elsewhere
-    capability[0], dequantised = (8, 0), []
+    assert names(5) == names(2, dtype=torch.float16) == names(4, dtype=torch.float16) == names(64) == ROUNDED
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
+    dequantised: list[int] = []
     monkeypatch.setattr(fp8_linear, "fp8_linear_reference", lambda x, *given: dequantised.append(len(x)))
     assert names(1) == names(2) == []
     assert dequantised == [1, 2]
 
 
-def test_inputs_are_cut_where_few_tiles_of_blocks_leave_processors_idle(monkeypatch: pytest.MonkeyPatch):
-    pytest.importorskip("triton", reason="Triton has no wheel for this platform")
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-
+@pytest.mark.usefixtures("h200")
+@pytest.mark.parametrize("has_blocks", [False, True])
+def test_the_library_multiplies_many_rows_where_it_can(monkeypatch: pytest.MonkeyPatch, has_blocks: bool):
+    names = partial(launched, has_blocks=has_blocks)
+    by_library = ["_quantise_kernel"]
+    elsewhere = [*by_library, *(["_fp8_blocks_kernel"] if has_blocks else [])]
+    assert names(68) == by_library
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    assert names(68) == elsewhere
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(skinny_linear, "shared_bytes", lambda device: skinny_linear.SHARED_BYTES)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    assert names(68) == elsewhere
 
-    def names(
-        out_size: int, in_size: int, rows: int = 8, *, is_gated: bool = False, is_invariant: bool = False
-    ) -> list[str]:
-        with FakeTensorMode(), planned_launches() as found:
-            x = torch.empty(rows, in_size, dtype=torch.bfloat16, device="cuda")
-            weight = torch.empty(out_size, in_size, dtype=FP8, device="cuda")
-            scales = torch.empty(-(-out_size // 128), -(-in_size // 128), device="cuda")
-            fp8_linear.fp8_linear(x, weight, scales, None, is_gated, is_invariant)
-        return [launch.variant[0] for launch in found]
 
-    for sizes in ((4096, 4096), (4096, 14336), (6144, 4096)):
-        assert names(*sizes) == [*ROUNDED, "_add_splits_kernel"]
-        assert names(*sizes, is_invariant=True) == ROUNDED, "one chain of products whatever the rows"
-    assert names(28672, 4096, is_gated=True) == names(24576, 1536) == ROUNDED
-    assert names(24576, 1536, 32) == names(16384, 1536, 64)[:2] == ROUNDED
-    assert names(24576, 1536, 36) == ["_quantise_kernel"], "the library multiplies"
+@pytest.mark.usefixtures("h200")
+def test_a_smaller_last_block_and_many_outputs_are_the_librarys():
     for sizes in ((576, 7168), (2112, 7168), (4096, 400)):
-        assert names(*sizes, 68) == ["_quantise_kernel"], "also with a smaller last block"
+        assert launched(68, sizes) == ["_quantise_kernel"]
+    assert launched(36, (24576, 1536)) == ["_quantise_kernel"]
+    assert launched(32, (24576, 1536)) == launched(64, (16384, 1536))[:2] == ROUNDED
+
+
+@pytest.mark.usefixtures("h200")
+def test_inputs_are_cut_where_few_tiles_of_blocks_leave_processors_idle():
+    for sizes in ((4096, 4096), (4096, 14336), (6144, 4096)):
+        assert launched(8, sizes) == [*ROUNDED, "_add_splits_kernel"]
+        assert launched(8, sizes, is_invariant=True) == ROUNDED, "one chain of products whatever the rows"
+    assert launched(8, (28672, 4096), is_gated=True) == launched(8, (24576, 1536)) == ROUNDED
     assert fp8_linear.num_splits(64, 4096) == 4
     assert fp8_linear.num_splits(32, 14336) == 8
     assert fp8_linear.num_splits(4, 1024) == 2, "a part has four blocks at least"
