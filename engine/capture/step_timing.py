@@ -9,6 +9,7 @@ import time
 import torch
 
 from ..graphs.votes import Vote, alone
+from ..models.interface import CausalLM
 from ..speculative.adaptive import MeasuredCosts
 from ..speculative.drafting.shape import PLAIN, DraftShape
 from ..speculative.step.step_graphs import StepGraphs
@@ -61,7 +62,14 @@ def _kv_seconds(steps: StepGraphs, plain_seconds: float) -> float:
     """The time to read the KV of one token, at the rate at which the step of one request reads weights."""
     pool, model = steps.step.runner.pool, steps.step.runner.model
     token_bytes = pool.layout.page_bytes / pool.page_size
-    return plain_seconds * token_bytes / sum(weight.nbytes for _, weight in model.tensors())
+    return plain_seconds * token_bytes / _read_bytes(model)
+
+
+def _read_bytes(model: CausalLM) -> float:
+    """The bytes of weights that a step of one request reads: of the experts those of one row."""
+    moe = model.config.moe
+    share = 1.0 if moe is None else moe.used_share
+    return sum(weight.nbytes * (share if ".experts." in name else 1.0) for name, weight in model.parameters())
 
 
 def _sizes(most: int) -> list[int]:

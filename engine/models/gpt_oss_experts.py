@@ -116,6 +116,10 @@ class GptOssExperts(MixtureOfExperts):
             assert bias is not None, "finish was not called"
             yield f"{prefix}experts.{name}", bias
 
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `MLP.parameters`."""
+        return self.tensors(prefix)
+
 
 def _unzipped(rows: torch.Tensor) -> torch.Tensor:
     """`[2*I, ...]` with gate and up in turns -> gate above up."""

@@ -47,6 +47,11 @@ class CausalLM(Protocol):
     def tensors(self) -> NamedTensors:
         """The name of every tensor that a checkpoint must hold, with the memory to copy it to."""
 
+    def parameters(self) -> NamedTensors:
+        """Every constant tensor that a forward reads. The experts of a layer are one tensor, so that a walk
+        over all of them takes about a millisecond.
+        """
+
 
 @runtime_checkable
 class AuxCapture(Protocol):

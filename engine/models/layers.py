@@ -313,6 +313,10 @@ class GatedMLP:
         yield from self.gate_up.tensors(prefix)
         yield from self.down.tensors(prefix)
 
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `MLP.parameters`."""
+        return self.tensors(prefix)
+
 
 @dataclass(frozen=True, kw_only=True)
 class QKNorm:
@@ -510,6 +514,9 @@ class MLP(Protocol):
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
 
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `tensors`, with the experts, if there are any, as one tensor of each matrix."""
+
 
 @runtime_checkable
 class JoinedMLP(Protocol):
@@ -589,8 +596,16 @@ class DecoderLayer:
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+        return self._named(prefix, self.mlp.tensors(f"{prefix}{self.mlp_name}."))
+
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `tensors`, with the experts as in `MLP.parameters`."""
+        return self._named(prefix, self.mlp.parameters(f"{prefix}{self.mlp_name}."))
+
+    def _named(self, prefix: str, mlp: NamedTensors) -> NamedTensors:
+        """All tensors under `prefix`, with those of the MLP."""
         yield from self.attention.tensors(f"{prefix}self_attn.")
-        yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
+        yield from mlp
         yield from self.input_norm.tensors(f"{prefix}input_layernorm")
         yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")
 
@@ -620,9 +635,8 @@ class SandwichLayer(DecoderLayer):
         normed, hidden = self.mlp_norm.add_normed(delta, self.post_norm, hidden)
         return hidden, RowsBeforeNorm(self.mlp(normed), self.post_mlp_norm)
 
-    def tensors(self, prefix: str) -> NamedTensors:
-        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
-        yield from super().tensors(prefix)
+    def _named(self, prefix: str, mlp: NamedTensors) -> NamedTensors:
+        yield from super()._named(prefix, mlp)
         yield from self.mlp_norm.tensors(f"{prefix}pre_feedforward_layernorm")
         yield from self.post_mlp_norm.tensors(f"{prefix}post_feedforward_layernorm")
 
@@ -644,9 +658,8 @@ class PostNormLayer(DecoderLayer):
         hidden = hidden + self.post_norm(self.attention.output(attended))
         return hidden, self.post_mlp_norm(self.mlp(hidden))
 
-    def tensors(self, prefix: str) -> NamedTensors:
-        """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+    def _named(self, prefix: str, mlp: NamedTensors) -> NamedTensors:
         yield from self.attention.tensors(f"{prefix}self_attn.")
-        yield from self.mlp.tensors(f"{prefix}{self.mlp_name}.")
+        yield from mlp
         yield from self.post_norm.tensors(f"{prefix}post_attention_layernorm")
         yield from self.post_mlp_norm.tensors(f"{prefix}post_feedforward_layernorm")

@@ -5,7 +5,7 @@ It covers Llama, SmolLM2, Qwen2 and MiMo (biased q, k, v), Qwen3 (normed q, k), 
 SmolLM3 and gpt-oss. Legend: T tokens, R selected rows, V vocabulary, H hidden size, K captured layers.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -165,9 +165,16 @@ class LlamaForCausalLM:
 
     def tensors(self) -> NamedTensors:
         """The name of every tensor that a checkpoint must hold, with the memory to copy it to."""
+        return self._named(lambda layer, prefix: layer.tensors(prefix))
+
+    def parameters(self) -> NamedTensors:
+        """As `CausalLM.parameters`."""
+        return self._named(lambda layer, prefix: layer.parameters(prefix))
+
+    def _named(self, of_layer: Callable[[DecoderLayer, str], NamedTensors]) -> NamedTensors:
         yield "model.embed_tokens.weight", self.embed_tokens
         for index, layer in enumerate(self.layers):
-            yield from layer.tensors(f"model.layers.{index}.")
+            yield from of_layer(layer, f"model.layers.{index}.")
         yield from self.norm.tensors("model.norm")
         if not self.config.tie_word_embeddings:
             yield "lm_head.weight", self.lm_head

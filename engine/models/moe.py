@@ -289,18 +289,31 @@ class MixtureOfExperts:
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix`, with views of the parameters."""
+        own = f"{prefix}experts."
+        return self._named(prefix, self._by_expert(own) if self.stored is None else self.stored.tensors(own))
+
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `MLP.parameters`."""
+        own = f"{prefix}experts."
+        whole = ((f"{own}gate_up", self.gate_up), (f"{own}down", self.down))
+        return self._named(prefix, iter(whole) if self.stored is None else self.stored.parameters(own))
+
+    def _by_expert(self, prefix: str) -> NamedTensors:
+        """Views of each expert of a model whose experts have its dtype."""
         names, inner = self.config.names, self.config.intermediate_size
-        yield from self.router.tensors(prefix)
-        if self.choice_bias is not None:
-            yield f"{prefix}gate.e_score_correction_bias", self.choice_bias
-        if self.stored is not None:
-            yield from self.stored.tensors(f"{prefix}experts.")
-        for at, expert in enumerate(() if self.stored is not None else self.config.experts_here):
-            own = f"{prefix}experts.{expert}."
+        for at, expert in enumerate(self.config.experts_here):
+            own = f"{prefix}{expert}."
             yield f"{own}{names.gate}.weight", self.gate_up[at, :inner]
             yield f"{own}{names.up}.weight", self.gate_up[at, inner:]
             yield f"{own}{names.down}.weight", self.down[at]
+
+    def _named(self, prefix: str, experts: NamedTensors) -> NamedTensors:
+        """All tensors under `prefix`, with those of `experts`."""
+        yield from self.router.tensors(prefix)
+        if self.choice_bias is not None:
+            yield f"{prefix}gate.e_score_correction_bias", self.choice_bias
+        yield from experts
         if self.shared is not None:
-            yield from self.shared.tensors(f"{prefix}{names.shared}.")
+            yield from self.shared.tensors(f"{prefix}{self.config.names.shared}.")
         if self.shared_gate is not None:
             yield from self.shared_gate.tensors(prefix)

@@ -1,7 +1,8 @@
 """Reads tensors of files into memory in several threads, with pinned staging on the way to a GPU.
 
-A tensor is cut into pieces, and each thread takes the next piece in the order of the files. On a GPU a thread
-reads one piece into pinned memory while its previous piece is still being copied. A piece of another dtype is
+A tensor is cut into pieces, and small ones that follow each other in a file are read together: the experts of
+a model are tens of thousands of tensors. Each thread takes the next read in the order of the files. On a GPU
+a thread reads into pinned memory while its previous read is still being copied. A piece of another dtype is
 converted on the device that it is for.
 """
 
@@ -10,11 +11,12 @@ import math
 import os
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from typing import TypeAlias
 
 import torch
 
@@ -27,7 +29,8 @@ logger = logging.getLogger(__name__)
 MAX_THREADS = 8
 PIECE_BYTES = 16 << 20
 BYTES_PER_THREAD = 64 << 20  # a smaller load takes fewer threads
-NUM_SLOTS = 2  # pinned pieces per thread: one is read while the other is copied
+NUM_SLOTS = 2  # pinned buffers per thread: one is read while the other is copied
+MAX_GAP = 64 << 10  # bytes between two pieces that a read passes over instead of ending
 TELL_EVERY_S = 2.0
 BAR_WIDTH = 20
 GIB = 1 << 30
@@ -58,9 +61,19 @@ class Piece:
         return count * self.dtype.itemsize
 
     @property
+    def end(self) -> int:
+        """Offset of the byte behind the elements, which follow each other."""
+        return self.first + self.num_bytes
+
+    @property
     def is_plain(self) -> bool:
         """Whether the target has the very bytes of the file."""
         return self.target.dtype == self.dtype and self.target.is_contiguous()
+
+    @property
+    def is_staged(self) -> bool:
+        """Whether the bytes of the file cannot be read to the target itself."""
+        return self.target.device.type == "cuda" or not self.is_plain
 
     def take(self, stored: torch.Tensor) -> None:
         """Converts `stored`, flat and of `dtype`, on the device of the target."""
@@ -161,15 +174,39 @@ def _strided(
         yield Piece(path=path, first=offset, dtype=dtype, target=rows, run=run, stride=stride)
 
 
+Read: TypeAlias = tuple[Piece, ...]
+"""Pieces that are read together: one, or staged ones of one stretch of a file, at most PIECE_BYTES long."""
+
+
+def reads_of(pieces: Iterable[Piece]) -> list[Read]:
+    """All `pieces` in their order, those together that follow each other closely in a file."""
+    reads: list[list[Piece]] = []
+    for piece in pieces:
+        if reads and _joins(reads[-1], piece):
+            reads[-1].append(piece)
+        else:
+            reads.append([piece])
+    return [tuple(read) for read in reads]
+
+
+def _joins(read: Sequence[Piece], piece: Piece) -> bool:
+    """Whether `piece` is read with the pieces of `read`, and can be seen as its dtype behind them."""
+    first, last = read[0], read[-1]
+    is_near = last.path == piece.path and 0 <= piece.first - last.end <= MAX_GAP
+    is_one = all(each.is_staged and not each.stride for each in (last, piece))
+    fits = piece.end - first.first <= PIECE_BYTES
+    return is_near and is_one and fits and (piece.first - first.first) % piece.dtype.itemsize == 0
+
+
 def read_pieces(pieces: Sequence[Piece]) -> ReadReport:
     """Fills the targets of all `pieces`, which are on one device. Logs the progress of a long load.
 
     Raises CheckpointError for a file that ends early or cannot be read.
     """
     started, num_bytes = time.monotonic(), sum(piece.num_bytes for piece in pieces)
-    waiting: SimpleQueue[Piece] = SimpleQueue()
-    for piece in pieces:
-        waiting.put(piece)
+    waiting: SimpleQueue[Read] = SimpleQueue()
+    for read in reads_of(pieces):
+        waiting.put(read)
     with ExitStack() as files:
         opened = {path: files.enter_context(path.open("rb")).fileno() for path in {p.path for p in pieces}}
         readers = [_Reader(waiting, opened) for _ in range(num_threads(num_bytes))]
@@ -218,7 +255,7 @@ def _progress(done: int, num_bytes: int, elapsed_s: float) -> str:
 
 
 class _Slot:
-    """A host buffer of one piece. On a GPU it is pinned, and `event` follows the newest copy out of it."""
+    """A host buffer of one read. On a GPU it is pinned, and `event` follows the newest copy out of it."""
 
     def __init__(self, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -233,7 +270,7 @@ class _Slot:
 class _Reader:
     """One thread's work. `done` counts bytes; `fault` ends it and the others."""
 
-    def __init__(self, waiting: "SimpleQueue[Piece]", opened: dict[Path, int]) -> None:
+    def __init__(self, waiting: "SimpleQueue[Read]", opened: dict[Path, int]) -> None:
         self._waiting = waiting
         self._opened = opened
         self._slots: list[_Slot] = []
@@ -243,15 +280,15 @@ class _Reader:
         self.fault: Exception | None = None
 
     def run(self) -> None:
-        """Reads pieces until none is left."""
+        """Reads until nothing is left."""
         try:
-            for turn, piece in enumerate(iter(self._next, None)):
-                assert piece is not None
-                if piece.target.device.type == "cuda":
-                    self._to_gpu(piece, turn)
+            for turn, read in enumerate(iter(self._next, None)):
+                assert read is not None
+                if read[0].target.device.type == "cuda":
+                    self._to_gpu(read, turn)
                 else:
-                    self._to_host(piece)
-                self.done += piece.num_bytes
+                    self._to_host(read)
+                self.done += sum(piece.num_bytes for piece in read)
             started = time.monotonic()
             for slot in self._slots:
                 slot.wait()
@@ -261,26 +298,27 @@ class _Reader:
             while self._next() is not None:
                 pass  # the other threads find nothing more to do
 
-    def _next(self) -> Piece | None:
+    def _next(self) -> Read | None:
         try:
             return self._waiting.get_nowait()
         except Empty:
             return None
 
-    def _to_host(self, piece: Piece) -> None:
-        if piece.is_plain:
-            self._read(piece, piece.target.view(torch.uint8).view(-1))
+    def _to_host(self, read: Read) -> None:
+        target = read[0].target
+        if not read[0].is_staged:
+            self._read(read, target.view(torch.uint8).view(-1))
             return
         if not self._slots:
-            self._slots.append(_Slot(piece.target.device))
-        buffer = self._slots[0].buffer[: piece.num_bytes]
-        self._read(piece, buffer)
+            self._slots.append(_Slot(target.device))
+        staged = self._staged(read, self._slots[0])
         started = time.monotonic()
-        piece.take(buffer.view(piece.dtype))
+        for piece, stored in zip(read, staged, strict=True):
+            piece.take(stored)
         self.copy_s += time.monotonic() - started
 
-    def _to_gpu(self, piece: Piece, turn: int) -> None:
-        device = piece.target.device
+    def _to_gpu(self, read: Read, turn: int) -> None:
+        device = read[0].target.device
         if not self._slots:
             self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
             self._slots = [_Slot(device) for _ in range(NUM_SLOTS)]
@@ -288,19 +326,31 @@ class _Reader:
         started = time.monotonic()
         slot.wait()
         self.copy_s += time.monotonic() - started
-        buffer = slot.buffer[: piece.num_bytes]
-        self._read(piece, buffer)
+        staged = list(zip(read, self._staged(read, slot), strict=True))
         assert slot.event is not None
         with torch.cuda.device(device), torch.cuda.stream(self._stream):
-            if piece.is_plain:
-                piece.target.copy_(buffer.view(piece.dtype).view(piece.target.shape), non_blocking=True)
-            else:
-                piece.take(buffer.to(device, non_blocking=True).view(piece.dtype))
+            plain = [(piece.target.view(-1), stored) for piece, stored in staged if piece.is_plain]
+            if plain:  # in one call: the interpreter's lock changes hands at each, which takes longer
+                targets, sources = (list(side) for side in zip(*plain, strict=True))
+                torch._foreach_copy_(targets, sources, non_blocking=True)
+            for piece, stored in staged:
+                if not piece.is_plain:
+                    piece.take(stored.to(device, non_blocking=True))
             slot.event.record()
 
-    def _read(self, piece: Piece, buffer: torch.Tensor) -> None:
-        """Fills `buffer`, uint8 on the host, with the bytes of `piece`."""
-        started, whole = time.monotonic(), memoryview(buffer.numpy())  # type: ignore[arg-type]
+    def _staged(self, read: Read, slot: _Slot) -> list[torch.Tensor]:
+        """The elements of each piece, flat, in the buffer of `slot`."""
+        first = read[0].first
+        whole = slot.buffer[: read[0].num_bytes if len(read) == 1 else read[-1].end - first]
+        self._read(read, whole)
+        starts = [piece.first - first for piece in read]
+        return [
+            whole[at : at + piece.num_bytes].view(piece.dtype) for at, piece in zip(starts, read, strict=True)
+        ]
+
+    def _read(self, read: Read, buffer: torch.Tensor) -> None:
+        """Fills `buffer`, uint8 on the host, with the bytes of `read`, and with those between its pieces."""
+        started, whole, piece = time.monotonic(), memoryview(buffer.numpy()), read[0]  # type: ignore[arg-type]
         run = piece.run or len(whole)
         for i in range(0, len(whole), run):
             self._read_run(piece, piece.first + i // run * piece.stride, whole[i : i + run])

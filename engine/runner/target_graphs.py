@@ -151,7 +151,7 @@ class PrefillGraphs:
             bridge=bridge_of(model, most, pool.device),
             kv_pool=pool,
             body=self._body,
-            parameters=model.tensors,
+            parameters=model.parameters,
             hidden=captured_mode(model),
         )
         self.whole: WholePrefillGraphs | None = None

@@ -1,6 +1,6 @@
 """Steps that change from verify to verify, to none and back: tokens stay, and the draft is ready at once."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -179,6 +179,23 @@ def test_measured_steps_leave_no_trace_and_cost_time(
     assert graphs.counters()["graph_replays_decode_step"] == 0
     plain = Engine(target)
     assert engine.run(requests) == plain.run([plain.prefill(prompt, greedy()) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_kv_is_read_at_the_rate_of_the_weights_of_a_step(
+    toy_checkpoint: Callable[..., Path], family: str
+) -> None:
+    """A step of one request reads 3 of 6 experts."""
+    engine = Engine(toy_checkpoint(family))
+    graphs = with_graphs(engine, arena(), max_batch=engine.decoder.steps.max_requests)
+    costs = graphs.measure_steps(engine.decoder.steps)
+    experts = {True: 0, False: 0}
+    for name, weight in engine.runner.model.tensors():
+        experts[".experts." in name] += weight.nbytes
+    assert bool(experts[True]) is (family == "qwen3_moe")
+    layout = engine.runner.pool.layout
+    rate = (experts[False] + experts[True] * 3 / 6) / costs.seconds[PLAIN][1]
+    assert costs.kv_seconds == pytest.approx(layout.page_bytes / layout.page_size / rate)
 
 
 def test_nothing_is_measured_without_graphs_of_all_batch_sizes(target: Path, head: Path) -> None:

@@ -89,6 +89,12 @@ class Fp8Experts:
                 if self.form.has_input_scale:
                     yield f"{own}input_scale", self._unused
 
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `StoredExperts.parameters`."""
+        for name, matrices in (("gate_up", self.gate_up), ("down", self.down)):
+            yield f"{prefix}{name}.weight", matrices.weight
+            yield f"{prefix}{name}.scales", matrices.scales
+
     def _parts(self, at: int) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
         """(name, weight, scales) of each matrix of the expert number `at` here."""
         inner, (gate, up, down) = self.sizes.intermediate_size, self.sizes.names
@@ -148,12 +154,16 @@ class Int4Experts:
         return recorded_packed_experts(x, ids, weights, self.gate_up, self.down, self.is_invariant, form)
 
     def tensors(self, prefix: str) -> NamedTensors:
-        """As `StoredExperts.tensors`; once finished, the packed tensors of all experts."""
+        """As `StoredExperts.tensors`; once finished, those of `parameters`."""
         for expert, parts in zip(self.sizes.numbers, self._stored, strict=False):
             for name, part in parts.items():
                 yield from part.tensors(f"{prefix}{expert}.{name}.")
         if not self._stored:
-            yield from packed_tensors(prefix, self.gate_up, self.down)
+            yield from self.parameters(prefix)
+
+    def parameters(self, prefix: str) -> NamedTensors:
+        """As `StoredExperts.parameters`."""
+        return packed_tensors(prefix, self.gate_up, self.down)
 
     def finish(self) -> None:
         """As `StoredWeights.finish`: packs all experts, and frees the stored tensors."""

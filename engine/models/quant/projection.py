@@ -75,3 +75,6 @@ class StoredExperts(StoredWeights, Protocol):
 
     def tensors(self, prefix: str) -> NamedTensors:
         """The checkpoint's tensor names under `prefix` ("...experts."), with the memory to copy each to."""
+
+    def parameters(self, prefix: str) -> NamedTensors:
+        """The tensors that a call reads once finished, each of all experts, by names of their own."""

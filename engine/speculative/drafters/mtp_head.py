@@ -72,11 +72,18 @@ class MtpModule:
 
     def tensors(self) -> NamedTensors:
         """Every tensor that a checkpoint must hold, by the names of `MtpDialect.checkpoint_name`."""
+        return self._named(self.layer.tensors("layer."))
+
+    def parameters(self) -> NamedTensors:
+        """As `tensors`, with the experts of the layer as one tensor of each matrix."""
+        return self._named(self.layer.parameters("layer."))
+
+    def _named(self, layer: NamedTensors) -> NamedTensors:
         yield from self.fc.tensors("")
         for name in ("embed_norm", "hidden_norm", "norm"):
             norm: RMSNorm = getattr(self, name)
             yield from norm.tensors(name)
-        yield from self.layer.tensors("layer.")
+        yield from layer
 
     @property
     def num_weights(self) -> int:
@@ -210,7 +217,7 @@ class MtpHead:
         if self._target_norm is not None:
             yield from self._target_norm.tensors("target_norm")
         for k, module in enumerate(self.modules):
-            yield from ((f"{k}.{name}", weight) for name, weight in module.tensors())
+            yield from ((f"{k}.{name}", weight) for name, weight in module.parameters())
             if module.embed_tokens is not None and module.lm_head is not None:
                 yield f"{k}.embed_tokens", rows_of(module.embed_tokens)
                 yield f"{k}.lm_head", rows_of(module.lm_head)

@@ -301,7 +301,7 @@ class StepGraphs:
         return (self.slots, *state.anchors, *edits, *late, *(() if drafter is None else drafter.anchors))
 
     def _parameters(self) -> list[tuple[str, torch.Tensor]]:
-        drafter, own = self.step.drafter, [*self.step.runner.model.tensors()]
+        drafter, own = self.step.drafter, [*self.step.runner.model.parameters()]
         return own if drafter is None else own + [(f"draft {name}", x) for name, x in drafter.parameters()]
 
     def __repr__(self) -> str:

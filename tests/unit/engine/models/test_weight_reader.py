@@ -3,6 +3,7 @@
 import logging
 import os
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from baton.engine.errors import CheckpointError
 from baton.engine.models import weight_reader
 from baton.engine.models.safetensors_file import SafetensorsFile
-from baton.engine.models.weight_reader import pieces_of, read_pieces
+from baton.engine.models.weight_reader import Piece, pieces_of, read_pieces, reads_of
 from safetensors.torch import save_file
 
 
@@ -99,3 +100,77 @@ def test_an_error_of_one_thread_is_raised_to_the_caller(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "preadv", refuse)
     with pytest.raises(MemoryError, match="no pinned memory"):
         load(tmp_path, torch.float32)
+
+
+# --- many small tensors -------------------------------------------------------------------------------------
+
+
+def small_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Tensors of 4, 2 and 1 bytes a value in turns, most with odd numbers of values."""
+    dtypes = (torch.float32, torch.bfloat16, torch.uint8)
+    tensors = {f"{i:02}": torch.arange(1 + i * 37 % 90).to(dtypes[i % 3]) for i in range(60)}
+    save_file(tensors, folder / "model.safetensors")
+    return tensors
+
+
+def wide_pieces(folder: Path) -> list[Piece]:
+    """The pieces of all tensors, for targets of another dtype, so that they are staged."""
+    path = folder / "model.safetensors"
+    return [
+        piece
+        for each in SafetensorsFile.read(path).tensors
+        for piece in pieces_of(path, each.first, each.dtype, torch.empty(each.shape, dtype=torch.float64))
+    ]
+
+
+def reads_counted(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The offsets of all reads from now on."""
+    offsets, preadv = [], os.preadv
+    monkeypatch.setattr(os, "preadv", lambda file, into, at: offsets.append(at) or preadv(file, into, at))
+    return offsets
+
+
+@pytest.mark.usefixtures("small")
+def test_small_tensors_share_reads_and_land_in_their_places(tmp_path, monkeypatch):
+    wanted, offsets = small_tensors(tmp_path), reads_counted(monkeypatch)
+    made, report = load(tmp_path, torch.float64)
+    for name, tensor in wanted.items():
+        assert torch.equal(made[name], tensor.to(torch.float64)), name
+    assert report.num_bytes == sum(tensor.nbytes for tensor in wanted.values())
+    assert len(offsets) < len(wanted) / 3
+
+
+def test_a_read_is_one_stretch_of_a_file_that_fits_a_buffer(tmp_path, monkeypatch):
+    small_tensors(tmp_path)
+    pieces = wide_pieces(tmp_path)
+    monkeypatch.setattr(weight_reader, "PIECE_BYTES", 600)
+    reads = reads_of(pieces)
+    assert [piece for read in reads for piece in read] == pieces
+    assert any(len(read) > 2 for read in reads)
+    for read in reads:
+        assert read[-1].end - read[0].first <= 600
+        assert all((piece.first - read[0].first) % piece.dtype.itemsize == 0 for piece in read)
+        assert all(one.end == two.first for one, two in pairwise(read))
+
+
+def test_what_is_read_to_its_place_or_lies_apart_is_read_alone(tmp_path):
+    small_tensors(tmp_path)
+    path, one, far = tmp_path / "a", torch.empty(8), torch.empty(8, dtype=torch.float64)
+
+    def piece(first: int, target: torch.Tensor, *, path: Path = path, stride: int = 0) -> Piece:
+        return Piece(path=path, first=first, dtype=torch.float32, target=target, stride=stride)
+
+    near = 32 + weight_reader.MAX_GAP
+    for pair, count in (
+        ((piece(0, far), piece(32, far)), 1),
+        ((piece(0, far), piece(near, far)), 1),
+        ((piece(0, far), piece(near + 4, far)), 2),
+        ((piece(0, far), piece(34, far)), 2),  # its values would not begin at a multiple of their size
+        ((piece(32, far), piece(0, far)), 2),
+        ((piece(0, one), piece(32, one)), 2),
+        ((piece(0, far), piece(32, one)), 2),
+        ((piece(0, far, stride=64), piece(32, far)), 2),
+        ((piece(0, far), piece(32, far, stride=64)), 2),
+        ((piece(0, far), piece(32, far, path=tmp_path / "b")), 2),
+    ):
+        assert len(reads_of(pair)) == count, pair
