@@ -33,6 +33,7 @@ from .fp8_tile import by_outputs, fp8_tile
 from .quantise_rows import quantise_rows
 from .triton_jit import cdiv, jit_varying, tl
 
+FEW_SHARE = 6  # experts for each slot, from which on slots are multiplied by themselves
 MIDDLE_SLOTS, MANY_SLOTS = 32, 80  # of an expert on average, up to which tiles have 32 and 64 rows
 
 
@@ -269,6 +270,6 @@ def fp8_experts(
     if x.dtype == torch.float32:
         return fp8_experts_triton(x, ids, weights, gate_up, down, form=form, is_rounded=False)
     num_experts = form.total or gate_up.weight.shape[0]
-    if not is_invariant and 0 < ids.numel() <= num_experts // 2:
+    if not is_invariant and 0 < ids.numel() <= num_experts // FEW_SHARE:
         return fp8_expert_rows_triton(x, ids, weights, *gate_up, *down, form=form)
     return fp8_experts_triton(x, ids, weights, gate_up, down, form=form)

@@ -1,6 +1,7 @@
 """Measures how long captured decode steps take, for the policy that chooses the number of drafts.
 
-The measured steps have the padding request in every row: the same products as real steps, without context.
+The measured steps are of requests with made-up tokens and short contexts. Equal rows would choose equal
+experts, so that many rows would seem to cost hardly more than one.
 """
 
 import logging
@@ -12,7 +13,9 @@ from ..graphs.votes import Vote, alone
 from ..models.interface import CausalLM
 from ..speculative.adaptive import MeasuredCosts
 from ..speculative.drafting.shape import PLAIN, DraftShape
+from ..speculative.step.device_state import PAD_SLOT
 from ..speculative.step.step_graphs import StepGraphs
+from .trial_requests import TrialRequests
 
 logger = logging.getLogger(__name__)
 
@@ -32,19 +35,31 @@ def measure_steps(steps: StepGraphs, vote: Vote = alone) -> MeasuredCosts | None
         return None
     seconds: dict[DraftShape, dict[int, float]] = {shape: {} for shape in kinds}
     for shape, kind in kinds.items():
+        trial = TrialRequests(steps.step, kind, steps.max_requests, num_steps=1 + REPEATS)
         for size in sizes:
-            steps.launch((0,) * size, kind)
-            _wait(steps.device)
-            began = time.perf_counter()
-            for _ in range(REPEATS):
-                steps.launch((0,) * size, kind)
-            _wait(steps.device)
-            seconds[shape][size] = (time.perf_counter() - began) / REPEATS
+            seconds[shape][size] = _step_seconds(steps, trial, size)
             if steps.step.is_late(kind):
                 seconds[shape][size] += _catch_up_seconds(steps, size) / steps.late_rows
+        trial.close()
     costs = MeasuredCosts(seconds=seconds, kv_seconds=_kv_seconds(steps, seconds[PLAIN][sizes[0]]))
     logger.info("measured steps, ms by batch size: %s", _table(costs))
     return costs
+
+
+def _step_seconds(steps: StepGraphs, trial: TrialRequests, size: int) -> float:
+    """The mean time of the steps that `size` requests of `trial` take; padding requests stand for those that
+    the KV pool cannot hold.
+    """
+    own = trial.slots[:size]
+    slots = (*own, *[PAD_SLOT] * (size - len(own)))
+    trial.rewind()
+    steps.launch(slots, trial.kind)
+    _wait(steps.device)
+    began = time.perf_counter()
+    for _ in range(REPEATS):
+        steps.launch(slots, trial.kind)
+    _wait(steps.device)
+    return (time.perf_counter() - began) / REPEATS
 
 
 def _catch_up_seconds(steps: StepGraphs, size: int) -> float:

@@ -10,7 +10,7 @@ from baton.engine.kv.pool import KVPool
 from baton.engine.models.weights import load_model
 from baton.engine.runner.model_runner import ModelRunner
 from baton.kernels.expert_mlp import expert_mlp
-from baton.kernels.fp8_experts import Fp8Matrices, fp8_experts, fp8_experts_reference
+from baton.kernels.fp8_experts import FEW_SHARE, Fp8Matrices, fp8_experts, fp8_experts_reference
 from baton.kernels.fp8_linear import fp8_linear
 from baton.kernels.fp8_scales import FP8_ROUNDING
 from baton.kernels.int4_linear import int4_linear
@@ -62,14 +62,30 @@ def check_near(product: Product, reference: Product, tolerance: Callable[[int], 
 
 @pytest.mark.parametrize("form", ["channel", "block"])
 def test_experts_in_8_bits_are_near_the_values_for_any_rows(form: str):
-    """Few slots take the values; two roundings of rows are off by FP8_ROUNDING / sqrt(3) each at most."""
+    """Two roundings of rows are off by FP8_ROUNDING / sqrt(3) each at most."""
     matrices = fp8_experts_of(SIZES, form)
     on_device = [on_gpu(each) for each in matrices]
     check_near(
         lambda *own: fp8_experts(*own, *on_device),
         lambda *own: fp8_experts_reference(*own, *matrices),
-        lambda count: 0.01 if 2 * count * CHOSEN <= EXPERTS_A_LAYER else 1.5 * FP8_ROUNDING,
+        lambda count: 1.5 * FP8_ROUNDING,
     )
+
+
+@pytest.mark.parametrize("form", ["channel", "block"])
+def test_few_slots_of_many_experts_in_8_bits_take_the_values(form: str):
+    """Their rows are not rounded, as those of more slots are."""
+    num_experts = FEW_SHARE * CHOSEN
+    matrices = fp8_experts_of((COUNTS[-1], num_experts, CHOSEN, HIDDEN, INNER), form)
+    on_device = [on_gpu(each) for each in matrices]
+    x, _, weights = (part[:2] for part in rows())
+    ids = choices(2, num_experts, CHOSEN)
+    for count, tolerance in ((1, 0.01), (2, 1.5 * FP8_ROUNDING)):
+        own = x[:count], ids[:count], weights[:count]
+        expected = fp8_experts_reference(own[0].float(), *own[1:], *matrices)
+        found = fp8_experts(*(part.cuda() for part in own), *on_device)
+        near(found, expected, tolerance)
+        assert count == 1 or float((found.cpu().float() - expected).norm() / expected.norm()) > 0.01
 
 
 @pytest.mark.parametrize("group", GROUPS)

@@ -10,6 +10,10 @@ from baton.engine.sampling.params import SamplingParams
 from baton.engine.speculative.adaptive import StepCosts, StepPolicy
 from baton.engine.speculative.drafters.eagle3 import Eagle3Drafter
 from baton.engine.speculative.drafting.shape import PLAIN, DraftShape
+from baton.engine.speculative.step.device_state import PAD_SLOT
+from baton.engine.speculative.step.fused_step import StepKind
+from baton.kernels.step_glue import DRAFT_ROW, LENGTH, NEWEST, REMAINING
+from baton.tests.parity import eagle3_engine
 from baton.tests.parity.eagle3_engine import Engine
 from baton.tests.parity.graph_engine import arena, with_graphs
 from baton.tests.variants import slow
@@ -163,22 +167,54 @@ def test_unrequested_proposals_match_where_drafts_would_have(oracle: tuple[Path,
 def test_measured_steps_leave_no_trace_and_cost_time(
     target: Path, head: Path, shapes: list[DraftShape]
 ) -> None:
-    """Steps of the padding request are measured: the pages and states of requests stay as they are."""
     full = shapes[-1]
     policy = Scripted(shapes, [i % len(shapes) for i in range(20)])
     engine = Engine(target, head, steps=full.steps, topk=full.topk, tokens=full.num_nodes, policy=policy)
     graphs = with_graphs(engine, arena(), max_batch=engine.decoder.steps.max_requests)
-    requests = [engine.prefill(prompt, greedy()) for prompt in PROMPTS]
-    engine.decoder.step(requests)
-    kv = engine.runner.pool.kv[1:].clone()
     costs = graphs.measure_steps(engine.decoder.steps)
     assert costs is not None
     assert set(costs.seconds) == set(shapes)
     assert all(seconds > 0 for measured in costs.seconds.values() for seconds in measured.values())
-    assert torch.equal(engine.runner.pool.kv[1:], kv)
+    for pool in (engine.runner.pool, engine.drafter.pool):
+        assert not pool.kv[1:].any()
+    assert engine.decoder.steps.step.state.num_open == 0
     assert graphs.counters()["graph_replays_decode_step"] == 0
+    requests = [engine.prefill(prompt, greedy()) for prompt in PROMPTS]
     plain = Engine(target)
     assert engine.run(requests) == plain.run([plain.prefill(prompt, greedy()) for prompt in PROMPTS])
+
+
+@pytest.mark.parametrize("num_pages", [400, pytest.param(9, id="a-pool-for-few")])
+def test_measured_steps_are_of_requests_that_differ(
+    target: Path, head: Path, monkeypatch: pytest.MonkeyPatch, num_pages: int
+) -> None:
+    """At each size they begin with equal states, with tokens of their own, and none ends within the steps."""
+    monkeypatch.setattr(eagle3_engine, "NUM_PAGES", num_pages)
+    engine = Engine(target, head, steps=3, policy=Scripted(CHAINS, []))
+    steps = engine.decoder.steps
+    graphs = with_graphs(engine, arena(), max_batch=steps.max_requests)
+    seen: dict[tuple[StepKind, int], list[torch.Tensor]] = {}
+    launch = steps.launch
+
+    def watched(slots: tuple[int, ...], kind: StepKind) -> object:
+        own = [slot for slot in slots if slot != PAD_SLOT]
+        states = steps.step.state.integers[own]
+        assert len(set(states[:, DRAFT_ROW].tolist())) == len(own)
+        assert (states[:, REMAINING] > kind.shape.steps).all()
+        is_cut = num_pages < 400 and len(slots) == steps.max_requests  # padding requests fill it up
+        assert 1 <= len(own) < len(slots) if is_cut else own
+        assert len(own) == len(slots) or num_pages < 400
+        seen.setdefault((kind, len(slots)), []).append(states.clone())
+        return launch(slots, kind)
+
+    monkeypatch.setattr(steps, "launch", watched)
+    assert graphs.measure_steps(steps) is not None
+    assert len(seen) == len(CHAINS) * 4  # 1, 2, 4 and 8 requests
+    for (kind, _), (first, *later) in seen.items():
+        assert len(set(first[:, NEWEST].tolist())) == len(first)
+        assert torch.equal(first, seen[kind, 8][0][: len(first)])
+        assert later
+        assert all((each[:, LENGTH] > first[:, LENGTH]).all() for each in later)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
