@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..host_copy import to_device
+from ..host_copy import all_to_device, arrays_to_device
 from .choose import row_chunks
 from .params import SamplingParams
 
@@ -56,20 +56,10 @@ class SamplingRow:
         bans = [(token, -math.inf, self.first_end) for token in self.ends] if self.first_end else []
         return biases + bans
 
-    def seen(self, vocab_size: int) -> npt.NDArray[np.int32]:
-        """`[V]` int32: the count of each token in the output, plus the bit IN_PROMPT for tokens of the
-        prompt.
-        """
-        output = np.asarray(self.output_ids, dtype=np.int64)
-        prompt = np.asarray(self.prompt_ids, dtype=np.int64)
-        for ids in (output, prompt):
-            assert not len(ids) or 0 <= ids.min() <= ids.max() < vocab_size, (
-                "a token is not in the vocabulary"
-            )
-        counts = np.bincount(output, minlength=vocab_size).astype(np.int32)
-        if self.params.repetition_penalty != 1.0:
-            counts[prompt] |= IN_PROMPT
-        return counts
+    @property
+    def repeatable_ids(self) -> Sequence[int]:
+        """The tokens of the prompt, if penalties look at them."""
+        return self.prompt_ids if self.params.repetition_penalty != 1.0 else ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,8 +68,8 @@ class LogitEdits:
 
     `ids` int64, `values` float32 and `until` int64 are `[S, E]`: `values` is added to the logits of `ids` at
     positions below `until`; unused entries are 0. `penalties` `[S, 3]` float32 holds repetition, frequency
-    and presence. `seen` `[S, V]` int32 is that of `SamplingRow.seen`; None if no slot has penalties. Rows of
-    `seen` for slots without penalties are undefined.
+    and presence. `seen` `[S, V]` int32 is that of `write_seen`; None if no slot has penalties. Rows of `seen`
+    for slots without penalties are undefined.
     """
 
     ids: torch.Tensor
@@ -97,33 +87,58 @@ class LogitEdits:
         The host does not wait for `device`.
         """
         device = torch.device(device)
-        entries = [row.entries for row in rows]
-        width = max((len(each) for each in entries), default=0)
-        padded = [[*each, *[(0, 0.0, 0)] * (width - len(each))] for each in entries]
-        assert all(0 <= token < vocab_size for each in entries for token, *_ in each), (
-            "validate_params was not called"
+        ids, values, until, penalties = all_to_device(entries_of(rows, vocab_size), device)
+        seen, counted = None, [slot for slot, row in enumerate(rows) if row.params.needs_penalties]
+        if counted:
+            seen = torch.zeros((len(rows), vocab_size), dtype=torch.int32, device=device)
+            write_seen(seen, counted, [rows[slot] for slot in counted])
+        return cls(ids=ids, values=values, until=until, penalties=penalties, seen=seen)
+
+
+def entries_of(rows: Sequence[SamplingRow], vocab_size: int) -> tuple[torch.Tensor, ...]:
+    """(ids, values, until, penalties) of `LogitEdits` for `rows`, on the host."""
+    entries = [row.entries for row in rows]
+    width = max((len(each) for each in entries), default=0)
+    padded = [[*each, *[(0, 0.0, 0)] * (width - len(each))] for each in entries]
+    assert all(0 <= token < vocab_size for each in entries for token, *_ in each), (
+        "validate_params was not called"
+    )
+    ids, values, until = (
+        torch.tensor([[entry[i] for entry in each] for each in padded], dtype=dtype).view(len(rows), width)
+        for i, dtype in enumerate((torch.int64, torch.float32, torch.int64))
+    )
+    penalties = [
+        (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (r.params for r in rows)
+    ]
+    return ids, values, until, torch.tensor(penalties, dtype=torch.float32).view(len(rows), 3)
+
+
+def write_seen(seen: torch.Tensor, slots: Sequence[int], rows: Sequence[SamplingRow]) -> None:
+    """Writes the rows `slots` of `seen` `[S, V]` int32: the count of each token in the output of the request,
+    plus the bit IN_PROMPT for tokens of the prompt that penalties look at.
+
+    Tokens are copied to the device, which counts them: rows of a large vocabulary take longer to make and to
+    copy. The host does not wait for the device.
+    """
+    vocab_size = seen.shape[1]
+    prompts, outputs = (
+        np.concatenate(
+            [slot * vocab_size + _known(ids, vocab_size) for slot, ids in zip(slots, each, strict=True)]
         )
-        ids, values, until = (
-            torch.tensor([[entry[i] for entry in each] for each in padded], dtype=dtype).view(
-                len(rows), width
-            )
-            for i, dtype in enumerate((torch.int64, torch.float32, torch.int64))
-        )
-        penalties = [
-            (p.repetition_penalty, p.frequency_penalty, p.presence_penalty) for p in (r.params for r in rows)
-        ]
-        seen = None
-        if any(row.params.needs_penalties for row in rows):
-            nothing = np.zeros(vocab_size, dtype=np.int32)
-            counted = [row.seen(vocab_size) if row.params.needs_penalties else nothing for row in rows]
-            seen = to_device(torch.from_numpy(np.stack(counted)), device)
-        return cls(
-            ids=to_device(ids, device),
-            values=to_device(values, device),
-            until=to_device(until, device),
-            penalties=to_device(torch.tensor(penalties, dtype=torch.float32).view(len(rows), 3), device),
-            seen=seen,
-        )
+        for each in ([row.repeatable_ids for row in rows], [row.output_ids for row in rows])
+    )
+    where, prompt, output = arrays_to_device([np.array(slots, dtype=np.int64), prompts, outputs], seen.device)
+    seen.index_fill_(0, where, 0)
+    counts = seen.view(-1)
+    counts.index_fill_(0, prompt, IN_PROMPT)
+    counts.index_add_(0, output, torch.ones_like(output, dtype=counts.dtype))
+
+
+def _known(ids: Sequence[int], vocab_size: int) -> npt.NDArray[np.int64]:
+    """`ids` as an array of tokens of the vocabulary."""
+    found = np.asarray(ids, dtype=np.int64)
+    assert not len(found) or 0 <= found.min() <= found.max() < vocab_size, "a token is not in the vocabulary"
+    return found
 
 
 def edit_logits(

@@ -13,8 +13,8 @@ import torch
 
 from ....kernels.look_up_rows import Lookup, look_up_rows
 from ....kernels.step_glue import CAPACITY, DRAFT_ROW, IS_DRAWN, NEWEST, PAGES, SEED, TOP_K
-from ...host_copy import all_to_device, arrays_to_device, to_device
-from ...sampling.edits import LogitEdits, SamplingRow
+from ...host_copy import all_to_device, arrays_to_device
+from ...sampling.edits import LogitEdits, SamplingRow, entries_of, write_seen
 from ...sampling.tensors import SamplingTensors
 
 PAD_SLOT = 0
@@ -258,25 +258,24 @@ class DeviceState:
         seen.view(-1).index_add_(0, index.reshape(-1), is_emitted.reshape(-1).to(seen.dtype))
 
     def _write_edits(self, slots: Sequence[int], rows: Sequence[SamplingRow]) -> None:
-        made, needs_counts = LogitEdits.of(rows, self.vocab_size), any(r.params.needs_penalties for r in rows)
-        old = self._edits
-        needed, width = made.ids.shape[1], 0 if old is None else old.ids.shape[1]
+        ids, values, until, penalties = entries_of(rows, self.vocab_size)
+        counted = [i for i, row in enumerate(rows) if row.params.needs_penalties]
+        needs_counts, old = bool(counted), self._edits
+        needed, width = ids.shape[1], 0 if old is None else old.ids.shape[1]
         if old is None or needed > width or (needs_counts and old.seen is None):
             self.reserve_edits(max(2 * width, needed) if needed > width else width, has_counts=needs_counts)
         edits, missing = self.edits, self.edits.ids.shape[1] - needed
-        padded = [torch.nn.functional.pad(part, (0, missing)) for part in (made.ids, made.values, made.until)]
+        padded = [torch.nn.functional.pad(part, (0, missing)) for part in (ids, values, until)]
         wanted = torch.tensor([row.params.logprobs for row in rows], dtype=torch.int64)
         assert self._wanted is not None
-        where, *parts = all_to_device([torch.tensor(slots), *padded, made.penalties, wanted], self.device)
+        where, *parts = all_to_device([torch.tensor(slots), *padded, penalties, wanted], self.device)
         into = (edits.ids, edits.values, edits.until, edits.penalties, self._wanted)
         for target, part in zip(into, parts, strict=True):
             target.index_copy_(0, where, part)
         for slot, row in zip(slots, rows, strict=True):
             (self._edited.add if row.params.needs_edits else self._edited.discard)(slot)
-        counted = [i for i, row in enumerate(rows) if row.params.needs_penalties]
-        if counted and made.seen is not None and edits.seen is not None:
-            theirs = to_device(torch.tensor([slots[i] for i in counted]), self.device)
-            edits.seen.index_copy_(0, theirs, to_device(made.seen[counted], self.device))
+        if counted and edits.seen is not None:
+            write_seen(edits.seen, [slots[i] for i in counted], [rows[i] for i in counted])
 
     def _grow(self) -> None:
         old = self.num_slots

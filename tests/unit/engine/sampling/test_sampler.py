@@ -8,7 +8,14 @@ import pytest
 import torch
 from baton.engine.request import Request
 from baton.engine.sampling import choose
-from baton.engine.sampling.edits import LogitEdits, SamplingRow, edit_exact, edit_fixed
+from baton.engine.sampling.edits import (
+    IN_PROMPT,
+    LogitEdits,
+    SamplingRow,
+    edit_exact,
+    edit_fixed,
+    write_seen,
+)
 from baton.engine.sampling.params import SamplingParams, validate_params
 from baton.engine.sampling.sampler import Sampler
 from baton.engine.sampling.tensors import SamplingTensors
@@ -73,13 +80,19 @@ def reference_support(logits, p):
 def reference_token(logits, row):
     p = row.params
     adjusted = reference_logits(logits, row)
-    if p.temperature == 0:
-        best = sorted(adjusted)[-1]
-        if any(0 < best - x < 1e-4 for x in adjusted):
-            raise NearTie
-        return adjusted.index(best)
     ids = range(len(adjusted))
-    if any(0 < abs(a - b) < 1e-4 for a in adjusted for b in adjusted):
+
+    def is_near(a, b):
+        """Edited logits that are equal here may differ in float32."""
+        is_edited = (adjusted[a], adjusted[b]) != (logits[a], logits[b])
+        return a != b and abs(adjusted[a] - adjusted[b]) < 1e-4 and (is_edited or adjusted[a] != adjusted[b])
+
+    if p.temperature == 0:
+        best = adjusted.index(max(adjusted))
+        if any(is_near(best, other) for other in ids):
+            raise NearTie
+        return best
+    if any(is_near(a, b) for a in ids for b in ids):
         raise NearTie
     kept = reference_support(adjusted, p)
     noise = gumbel(seed_tensor([p.seed]), torch.tensor([row.position]), torch.tensor(list(ids)))[0].tolist()
@@ -249,6 +262,27 @@ def test_verify_rows_with_penalties_choose_as_the_sequential_decode_does():
             assert tokens.tolist() == sequential
         changed += sequential[:3] != drafts
     assert changed > 5
+
+
+@given(rows=st.lists(sampling_row, min_size=1, max_size=5), order=st.permutations(range(8)))
+def test_seen_tokens_are_counted_in_the_rows_of_their_slots(rows, order):
+    seen = torch.full((8, V), 77, dtype=torch.int32)
+    slots = order[: len(rows)]
+    write_seen(seen, slots, rows)
+    for slot, row in zip(slots, rows, strict=True):
+        looks_at_prompt = row.params.repetition_penalty != 1.0
+        for token, found in enumerate(seen[slot].tolist()):
+            is_in_prompt = looks_at_prompt and token in row.prompt_ids
+            assert found == list(row.output_ids).count(token) + (IN_PROMPT if is_in_prompt else 0)
+    assert (seen[list(set(range(8)) - set(slots))] == 77).all()
+
+
+@pytest.mark.parametrize("where", ["prompt_ids", "output_ids"])
+@pytest.mark.parametrize("token", [-1, V])
+def test_tokens_that_are_not_in_the_vocabulary_are_no_others_tokens(where, token):
+    row = SamplingRow(params=SamplingParams(repetition_penalty=1.1), position=0, **{where: [3, token]})
+    with pytest.raises(AssertionError, match="not in the vocabulary"):
+        write_seen(torch.zeros((3, V), dtype=torch.int32), [1], [row])
 
 
 def test_a_row_of_a_tree_sees_the_drafts_of_its_own_branch_alone():
