@@ -57,6 +57,22 @@ def _mixed(b_bits: tl.tensor, MIX_1: tl.constexpr, MIX_2: tl.constexpr) -> tl.te
     return b_bits ^ ((b_bits >> 31) & ((1 << 33) - 1))
 
 
+@jit
+def gumbel_noise(
+    seed: tl.tensor,
+    position: tl.tensor,
+    b_ids: tl.tensor,
+    GAMMA: tl.constexpr,
+    MIX_1: tl.constexpr,
+    MIX_2: tl.constexpr,
+) -> tl.tensor:
+    """`noise.gumbel` of the tokens `b_ids` int64."""
+    state = _mixed(_mixed(seed + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
+    b_bits = (_mixed(state + (b_ids + 1) * GAMMA, MIX_1, MIX_2) >> 12) & ((1 << 52) - 1)
+    b_uniform = (b_bits * 2 + 1).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
+    return -tl.log(-tl.log(b_uniform))
+
+
 @jit_varying("vocab_size", "num_splits", "row_stride")
 def _highest_kernel(
     p_logits: tl.tensor,
@@ -135,11 +151,8 @@ def _scores_kernel(
     b_scaled = (b_logits - highest) / tl.load(p_temperature + i_knob * temperature_stride)
     position = tl.load(p_positions + i_row * position_stride)
     seed = tl.load(p_seeds + i_knob * seed_stride)
-    state = _mixed(_mixed(seed + GAMMA, MIX_1, MIX_2) + position * GAMMA, MIX_1, MIX_2)
     b_ids = tl.load(p_token_ids + i_token, mask=m_token, other=0) if HAS_IDS else i_token.to(tl.int64)
-    b_bits = (_mixed(state + (b_ids + 1) * GAMMA, MIX_1, MIX_2) >> 12) & ((1 << 52) - 1)
-    b_uniform = (b_bits * 2 + 1).to(tl.float64) * 1.1102230246251565e-16  # 2**-53
-    b_score = -tl.log(-tl.log(b_uniform)) + b_scaled
+    b_score = gumbel_noise(seed, position, b_ids, GAMMA, MIX_1, MIX_2) + b_scaled
     if HAS_MIN_P:
         min_p = tl.load(p_min_p + i_knob * min_p_stride)
         lowest = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))

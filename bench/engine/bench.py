@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -27,6 +28,7 @@ from ...engine.config import DTYPES, resolve_device, resolve_dtype
 from ...engine.errors import CheckpointError
 from ...engine.models.registry import JOIN_NAMES, Joins, named_joins
 from ...engine.parallel.group import SOLO, TensorGroup
+from ...engine.sampling.params import SamplingParams, validate_params
 from ...kernels.chained_launch import unchained_launches
 from ..arguments import at_least
 from .drafters import ALL, DRAFTERS, named_drafters
@@ -41,6 +43,16 @@ PROG = "baton bench engine"
 WARM_UPS = 3
 ADAPTIVE_WARM_UPS = 60  # steps until the policy knows the acceptance
 TOP_KERNELS = 12
+SAMPLING: dict[str, Callable[[str], Any]] = {  # fields of SamplingParams that a step's work depends on
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "min_p": float,
+    "repetition_penalty": float,
+    "frequency_penalty": float,
+    "presence_penalty": float,
+    "logprobs": int,
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -316,6 +328,13 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="start each kernel only after the one before it has ended, to see what chained launches give",
     )
+    add(
+        "--sampling",
+        type=_sampling,
+        default=SamplingParams(temperature=0.0),
+        metavar="NAME=VALUE[,NAME=VALUE...]",
+        help=f"how requests choose their tokens, of {', '.join(SAMPLING)} (default: the likeliest token)",
+    )
     add("--page-size", type=at_least(1), default=16, help="tokens of a KV page (default 16)")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
     add(
@@ -342,6 +361,20 @@ def _joins(text: str) -> Joins:
         return named_joins(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _sampling(text: str) -> SamplingParams:
+    given = dict(part.partition("=")[::2] for part in text.split(","))
+    if unknown := sorted(given.keys() - set(SAMPLING)):
+        raise argparse.ArgumentTypeError(f"no setting {', '.join(unknown)}; there are {', '.join(SAMPLING)}")
+    made = SamplingParams()
+    for name, value in given.items():
+        try:
+            made = replace(made, **{name: SAMPLING[name](value)})
+            validate_params(made, 1)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(f"{name}={value}: {error}") from None
+    return made
 
 
 def settings_of(options: argparse.Namespace) -> RigSettings:
@@ -394,6 +427,7 @@ def settings_of(options: argparse.Namespace) -> RigSettings:
         has_own_rows=options.dp_attention > 1,
         joins=options.join,
         has_window_pages=options.window_kv == "free",
+        sampling=options.sampling,
     )
 
 
@@ -506,7 +540,7 @@ def document(
     """The whole report as a JSON document."""
     return {
         "machine": machine(settings.device),
-        "options": vars(options) | {"join": repr(options.join)},
+        "options": vars(options) | {"sampling": asdict(options.sampling), "join": repr(options.join)},
         "ceilings": asdict(ceilings),
         "accept_length": "simulated",
         "cells": [asdict(cell) | {"ratio": cell.ratio} for cell in cells],

@@ -9,7 +9,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -36,6 +36,7 @@ from ...engine.speculative.adaptive import MeasuredCosts, StepPolicy
 from ...engine.speculative.drafters.protocol import cache_lookahead
 from ...engine.speculative.drafting.shape import PLAIN, DraftShape
 from ...engine.speculative.step.async_decoder import AsyncDecoder, Flight
+from ...engine.speculative.step.fused_step import StepKind
 from ...engine.speculative.step.result import StepResult
 from ...engine.speculative.step.step_graphs import StepGraphs, step_graphs
 from .drafters import DRAFTERS, BenchDrafter, DraftWish
@@ -57,6 +58,7 @@ class RigSettings:
     drafter, a name in `drafters.DRAFTERS`. `quantize`: the form of the target's matrices, a name in
     `shapes.FORMS` or "none". `has_plain`: steps without drafts are measured, too. `joins`: those of the
     target's layers, None for the default. `has_window_pages`: layers with windows have pages of their own.
+    `sampling`: how requests choose their tokens.
     """
 
     shape: str
@@ -82,6 +84,7 @@ class RigSettings:
     has_window_pages: bool = False
     by_expert: bool = False
     has_own_rows: bool = False  # data-parallel attention
+    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(temperature=0.0))
 
     def sharing(self, group: TensorGroup) -> Sharing:
         """Which parts of the target the ranks of `group` share."""
@@ -257,7 +260,7 @@ class Rig:
         """A stepper for requests that have their first output token and, with drafts, a warm drafter."""
         requests, decoder = [], self.decoder(has_drafts=has_drafts, policy=policy)
         for number, prompt in enumerate(prompts):
-            request = _request(f"{number}", prompt.ids, prompt.pages)
+            request = self._request(f"{number}", prompt.ids, prompt.pages, seed=number)
             request.num_computed = request.num_prompt
             request.output_ids.append(TOKEN)
             if (features := prompt.features) is not None:
@@ -270,7 +273,7 @@ class Rig:
         first = 1 + self.settings.max_batch * self._each
         pages = list(range(first, first + pages_for(length, self.settings.page_size)))
         generator = torch.Generator().manual_seed(3 + self._own_seed)
-        return _request("prompt", self._random_ids(length, generator), pages)
+        return self._request("prompt", self._random_ids(length, generator), pages)
 
     def prefill(self, request: Request) -> torch.Tensor | None:
         """Computes the whole prompt in chunks, as a prefill worker does: keeps features beside the KV,
@@ -294,8 +297,12 @@ class Rig:
         self.sampler.sample(output.logits, self.sampler.build([request.sampling_row])).tokens.tolist()
         return features
 
+    def _request(self, room: str, ids: list[int], pages: list[int], seed: int = 0) -> Request:
+        sampling = replace(self.settings.sampling, seed=seed, max_new_tokens=NO_END, ignore_eos=True)
+        return Request(room=room, epoch=0, prompt_ids=ids, sampling=sampling, pages=pages)
+
     def _computed(self, ids: list[int], pages: list[int]) -> ComputedPrompt:
-        request = _request("prompt", ids, pages)
+        request = self._request("prompt", ids, pages)
         last = self.prefill(request)
         if self.plane is None or last is None:
             return ComputedPrompt(ids=ids, pages=pages, features=None)
@@ -325,7 +332,7 @@ class Rig:
         if windowed is None:
             return KVPool(num_pages, layout, device, row_dtype=dtype)
         pool = WindowedPool(num_pages, num_pages, windowed, device, row_dtype=dtype)
-        pool.lend(num_pages - 1)
+        pool.lend(pool.num_lendable)
         return pool
 
     @property
@@ -334,7 +341,10 @@ class Rig:
         return self.settings.drafts != "dflash"
 
     def _step_graphs(self, has_drafts: bool) -> StepGraphs:
-        """Greedy steps of one kind, or of all that an adaptive policy may choose."""
+        """Steps of one shape, or of all that an adaptive policy may choose, with what `sampling` needs.
+
+        Steps whose costs such a policy compares are greedy.
+        """
         settings, shape = self.settings, self.shape if has_drafts else PLAIN
         shapes = shape.candidates()[::-1] if settings.is_adaptive and has_drafts else [shape]
         steps = step_graphs(
@@ -346,8 +356,21 @@ class Rig:
             max_context=settings.max_context + self.shape.spare_slots,
             group=self.group,
         )
-        measured = [kind for kind in steps.kinds if kind.shape in shapes and not kind.is_ranked]
-        return StepGraphs(steps.step, measured, settings.max_batch)
+        kinds = [kind for kind in steps.kinds if kind.shape in shapes]
+        covering = {kind.shape: kind for kind in kinds[::-1] if kind.covers(self._needed(kind))}
+        greedy = [kind for kind in kinds if not kind.is_ranked] if settings.is_adaptive else []
+        return StepGraphs(steps.step, [*dict.fromkeys([*greedy, *covering.values()])], settings.max_batch)
+
+    def _needed(self, kind: StepKind) -> StepKind:
+        """The kind of step that requests take in the shape of `kind`."""
+        sampling = self.settings.sampling
+        return StepKind(
+            shape=kind.shape,
+            watched=kind.watched,
+            is_ranked=sampling.needs_ranking(self.config.vocab_size),
+            is_edited=sampling.needs_edits,
+            num_top=sampling.logprobs,
+        )
 
     def _capture(self) -> GraphSet:
         settings, began = self.settings, time.perf_counter()
@@ -361,6 +384,7 @@ class Rig:
         drafting.capture_steps(self._steps[True], sizes=sizes)
         if settings.is_adaptive:
             self._costs = drafting.measure_steps(self._steps[True])
+            self.runner.pool.lend(self.runner.pool.num_lendable)  # the measurement took them back
         logger.info("captured all graphs in %.1f s", time.perf_counter() - began)
         return graphs
 
@@ -382,8 +406,3 @@ def _check_positions(settings: RigSettings, shape: DraftShape, limit: int) -> No
             f"{settings.model or settings.shape} has {limit} positions, and {wanted} would be used: the "
             "longest prompt, or context with what all steps add; lower --context, --prefill or --repeats"
         )
-
-
-def _request(room: str, ids: list[int], pages: list[int]) -> Request:
-    sampling = SamplingParams(temperature=0.0, max_new_tokens=NO_END, ignore_eos=True)
-    return Request(room=room, epoch=0, prompt_ids=ids, sampling=sampling, pages=pages)

@@ -9,8 +9,9 @@ slots, R rows, V vocabulary.
 
 import torch
 
+from ...kernels.choose_ranked import Ranking, choose_ranked
 from ...kernels.choose_token import choose_token
-from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, draw_fixed, draw_free, draw_ranked
+from .draws import CHUNK_LOGITS, NUCLEUS_WIDTH, draw_free, draw_ranked
 from .tensors import SamplingTensors
 
 torch.library.define(
@@ -103,21 +104,22 @@ def choose_exact(
 def choose_fixed(
     logits: torch.Tensor, positions: torch.Tensor, tensors: SamplingTensors, *, is_ranked: bool
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The fixed form of `choose_tokens`. It ranks every row if `is_ranked`."""
-    tokens, bad = choose_token(
-        logits, tensors.seeds, positions, tensors.temperature, tensors.min_p, tensors.is_drawn, None
-    )
+    """The fixed form of `choose_tokens`. Without `is_ranked` no row is ranked."""
+    vocab_size, is_drawn = logits.shape[1], tensors.is_drawn
     if not is_ranked:
+        tokens, bad = choose_token(
+            logits, tensors.seeds, positions, tensors.temperature, tensors.min_p, is_drawn, None
+        )
         return tokens, bad, torch.zeros_like(bad)
-    tensors = tensors.repeated(logits.shape[0])
-    vocab_size = logits.shape[1]
-    all_rows, parts = torch.arange(logits.shape[0], device=logits.device), []
-    for rows, some in zip(row_chunks(all_rows, vocab_size), row_chunks(logits, vocab_size), strict=True):
-        width = min(vocab_size, NUCLEUS_WIDTH)
-        parts.append(draw_fixed(some, tensors.draw(rows, positions, width, has_top_k=True)))
-    ranked, short = (torch.cat(halves) for halves in zip(*parts, strict=True))
-    is_row_ranked = tensors.is_drawn & ((tensors.top_p < 1) | (tensors.top_k < vocab_size)) & ~bad
-    return torch.where(is_row_ranked, ranked, tokens), bad, short & is_row_ranked
+    has_ranks = is_drawn & ((tensors.top_p < 1) | (tensors.top_k < vocab_size))
+    tokens, bad = choose_token(
+        logits, tensors.seeds, positions, tensors.temperature, tensors.min_p, is_drawn & ~has_ranks, None
+    )
+    ranking = Ranking(
+        tensors.seeds, tensors.temperature, tensors.top_k, tensors.top_p, tensors.min_p, has_ranks
+    )
+    tokens, unseen = choose_ranked(logits, positions, ranking, tokens, bad, NUCLEUS_WIDTH)
+    return tokens, bad, unseen
 
 
 def row_chunks(rows: torch.Tensor, row_size: int) -> list[torch.Tensor]:

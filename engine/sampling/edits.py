@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ...kernels.penalise_logits import IN_PROMPT, penalise_logits, penalise_logits_reference
 from ..host_copy import all_to_device, arrays_to_device
 from .choose import row_chunks
 from .params import SamplingParams
@@ -23,7 +24,6 @@ from .params import SamplingParams
 Mask = npt.NDArray[np.int32]
 
 ALWAYS = 1 << 62  # beyond any position, so the entry always applies
-IN_PROMPT = 1 << 30  # the bit of `LogitEdits.seen` beside the count
 ALL_ALLOWED = -1  # a word of a mask
 
 torch.library.define(
@@ -205,8 +205,10 @@ def edit_fixed(
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`edit_logits` with fixed shapes: every request takes every edit."""
-    requests = torch.arange(slots.shape[0], device=logits.device)
-    return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
+    slots, drafts = _followed(logits, slots, drafts)
+    edited = penalise_logits(logits, slots, edits.penalties, edits.seen, drafts, ancestors, masks)
+    _add_entries(edited, positions, slots, edits)
+    return edited
 
 
 def edit_exact(
@@ -219,72 +221,44 @@ def edit_exact(
     masks: torch.Tensor | None,
 ) -> torch.Tensor:
     """`edit_logits` for the requests that need an edit. The host waits for the device."""
+    slots, drafts = _followed(logits, slots, drafts)
     neutral = torch.tensor([1.0, 0.0, 0.0], device=logits.device)
     needs = (edits.penalties[slots] != neutral).any(dim=1) | (edits.until[slots] > 0).any(dim=1)
     if masks is not None:
         needs = needs | (masks != ALL_ALLOWED).view(slots.shape[0], -1).any(dim=1)
-    requests = needs.nonzero().squeeze(1)
-    if not requests.numel():
-        return logits.clone()  # an operator must not return its input
-    return _edited(logits, requests, positions, slots, edits, drafts, ancestors, masks)
+    edited = logits.clone()  # an operator must not return its input
+    count, each = slots.shape[0], 1 + drafts.shape[1]
+    by_request = edited.view(count, each, logits.shape[1])
+    for some in row_chunks(needs.nonzero().squeeze(1), max(each * logits.shape[1], 1)):
+        theirs, rows = slots[some], by_request[some].flatten(0, 1)
+        family = None if ancestors is None else ancestors[some]
+        bits = None if masks is None else masks.view(count, each, -1)[some].flatten(0, 1)
+        rows = penalise_logits_reference(
+            rows, theirs, edits.penalties, edits.seen, drafts[some], family, bits
+        )
+        _add_entries(rows, positions.view(count, each)[some].flatten(), theirs, edits)
+        by_request.index_copy_(0, some, rows.view(-1, *by_request.shape[1:]))
+    return edited
 
 
-def _edited(
-    logits: torch.Tensor,
-    requests: torch.Tensor,
-    positions: torch.Tensor,
-    slots: torch.Tensor,
-    edits: LogitEdits,
-    drafts: torch.Tensor | None,
-    ancestors: torch.Tensor | None,
-    masks: torch.Tensor | None,
-) -> torch.Tensor:
-    """A copy of `logits` with edits for `requests` int64 `[G]`, made in chunks of requests."""
-    count, vocab_size = slots.shape[0], logits.shape[1]
-    each = logits.shape[0] // max(count, 1)
-    edited = logits.clone().view(count, each, vocab_size)
-    for some in row_chunks(requests, max(each * vocab_size, 1)):
-        theirs, rows = slots[some], edited.index_select(0, some)
-        if edits.seen is not None:
-            behind = None if drafts is None else drafts[some]
-            family = None if ancestors is None else ancestors[some]
-            rows = _penalised(rows, edits.penalties[theirs], edits.seen[theirs], behind, family)
-        if edits.ids.shape[1]:
-            holds = positions.view(count, each)[some][:, :, None] < edits.until[theirs][:, None]
-            added = torch.where(holds, edits.values[theirs][:, None], 0.0)
-            rows = rows.scatter_add(2, edits.ids[theirs][:, None].expand_as(added), added)
-        if masks is not None:
-            rows = rows.masked_fill(~allowed(masks.view(count, each, -1)[some], vocab_size), -math.inf)
-        edited.index_copy_(0, some, rows)
-    return edited.view(-1, vocab_size)
+def _followed(
+    logits: torch.Tensor, slots: torch.Tensor, drafts: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(slots, drafts). Without drafts each row of `logits` is a request of its own, with no rows behind."""
+    if drafts is not None:
+        return slots, drafts
+    each = logits.shape[0] // max(slots.shape[0], 1)
+    slots = slots.repeat_interleave(each, output_size=logits.shape[0])
+    return slots, slots.new_empty((slots.shape[0], 0))
 
 
-def _penalised(
-    rows: torch.Tensor,
-    penalties: torch.Tensor,
-    seen: torch.Tensor,
-    drafts: torch.Tensor | None,
-    ancestors: torch.Tensor | None,
-) -> torch.Tensor:
-    """`rows` `[G, N, V]` with penalties for the tokens `seen` `[G, V]` and the drafts `[G, N-1]` of each
-    row's branch.
-    """
-    num_nodes = rows.shape[1]
-    counts = seen[:, None].expand(rows.shape).contiguous()
-    if drafts is not None and num_nodes > 1:
-        if ancestors is None:
-            nodes = torch.arange(num_nodes, device=rows.device)
-            ancestors = (nodes[None, :] <= nodes[:, None]).expand(rows.shape[0], -1, -1)
-        index = drafts[:, None].expand(-1, num_nodes, -1)
-        counts = counts.scatter_add(2, index, ancestors[:, :, 1:].to(counts.dtype))
-    repetition, frequency, presence = (x[:, None, None] for x in penalties.unbind(1))
-    scaled = torch.where(rows > 0, rows / repetition, rows * repetition)
-    changed = torch.where(counts != 0, scaled, rows)
-    counts = counts & (IN_PROMPT - 1)
-    return changed - frequency * counts - presence * (counts > 0)
-
-
-def allowed(masks: torch.Tensor, vocab_size: int) -> torch.Tensor:
-    """Bool `[..., V]`: the bits of `masks` int32 `[..., W]`."""
-    bits = masks[..., None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
-    return (bits & 1 != 0).flatten(-2)[..., :vocab_size]
+def _add_entries(
+    logits: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, edits: LogitEdits
+) -> None:
+    """Adds the entries of the requests in `slots` `[B]` that apply at `positions` `[R]` to `logits`."""
+    count = slots.shape[0]
+    if edits.ids.shape[1] and count:
+        rows = logits.view(count, -1, logits.shape[1])
+        holds = positions.view(count, -1)[:, :, None] < edits.until[slots][:, None]
+        added = torch.where(holds, edits.values[slots][:, None], 0.0)
+        rows.scatter_add_(2, edits.ids[slots][:, None].expand_as(added), added)

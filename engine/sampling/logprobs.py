@@ -10,7 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .draws import CHUNK_LOGITS, ranked_ids
+from ...kernels.top_logprobs import top_logprobs as top_fixed
+from ...kernels.top_logprobs import top_logprobs_reference
 
 torch.library.define(
     "baton::top_logprobs", "(Tensor logits, Tensor chosen, Tensor wanted, int num_top) -> (Tensor, Tensor)"
@@ -32,7 +33,7 @@ def top_logprobs(
     """Log probabilities float32 `[R, 1+K]` and ids int64 `[R, K]`, likeliest first.
 
     Column 0 is the token `chosen` int64 `[R]`; the others are the `num_top` likeliest tokens. `wanted` int64
-    `[R]` is the number that each row asks for, -1 for none. Rows without a request may hold NaN and -1.
+    `[R]` is the number that each row asks for, -1 for none. Rows that do not ask hold NaN and -1.
     """
     values, ids = torch.ops.baton.top_logprobs.default(logits, chosen, wanted, num_top)
     return values, ids
@@ -57,26 +58,8 @@ def top_exact(
     ids = torch.full((logits.shape[0], num_top), -1, dtype=torch.int64, device=logits.device)
     rows = (wanted >= 0).nonzero().squeeze(1)
     if rows.numel():
-        values[rows], ids[rows] = _logprobs(logits[rows], chosen[rows], num_top)
+        values[rows], ids[rows] = top_logprobs_reference(logits[rows], chosen[rows], wanted[rows], num_top)
     return values, ids
-
-
-def top_fixed(
-    logits: torch.Tensor, chosen: torch.Tensor, wanted: torch.Tensor, num_top: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`top_logprobs` with fixed shapes, for every row."""
-    each = max(1, CHUNK_LOGITS // logits.shape[1])
-    pieces = [
-        _logprobs(logits[start : start + each], chosen[start : start + each], num_top)
-        for start in range(0, logits.shape[0], each)
-    ]
-    return torch.cat([values for values, _ in pieces]), torch.cat([ids for _, ids in pieces])
-
-
-def _logprobs(logits: torch.Tensor, chosen: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
-    raw = torch.log_softmax(logits.float(), dim=1)
-    ids = ranked_ids(raw, num_top)
-    return torch.cat((raw.gather(1, chosen[:, None]), raw.gather(1, ids)), dim=1), ids
 
 
 def pack_logprobs(values: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

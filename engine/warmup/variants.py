@@ -8,7 +8,7 @@ Legend: Q new rows of a request, B requests.
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
@@ -26,6 +26,8 @@ from ..models.interface import CausalLM
 from ..models.layers import Attend
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import aux_ids_of, body_of, bridge_of
+from ..sampling.edits import LogitEdits, edit_logits
+from ..sampling.logprobs import top_logprobs
 from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill, reads_features
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.drafting.shape import DraftShape
@@ -72,8 +74,10 @@ def sizes(most: int) -> list[int]:
 
 
 def row_counts(most: int) -> list[int]:
-    """As `sizes`, for the rows of a forward: experts may be joined for three rows and not for four."""
-    return sorted({*sizes(most), min(3, most)})
+    """As `sizes`, for the rows of a forward: experts may be joined for three rows and not for four, or
+    neither joined for five nor grouped.
+    """
+    return sorted({*sizes(most), min(3, most), min(5, most)})
 
 
 def extend_shapes(rows: int, prompts: int, max_context: int) -> Iterator[ExtendShape]:
@@ -123,8 +127,9 @@ class VariantPlanner:
                 context = min(reach.max_context, self.drafter.max_context)
                 self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
             if self.steps is not None:
-                for kind, count in product(self._kinds(self.steps), sizes(reach.max_requests)):
+                for kind, count in self._kinds(self.steps):
                     self.step(kind, count)
+            self.edits()
         return list({launch.variant: launch for launch in found}.values())
 
     def prompts(self, batches: Sequence[ForwardBatch]) -> None:
@@ -170,6 +175,21 @@ class VariantPlanner:
         step.run(slots, kind, Breaks(StepContext(num_rows=count)))
         if step.is_late(kind):
             step.catch_up(slots, Breaks(StepContext(num_rows=count)))
+
+    def edits(self) -> None:
+        """Edits of logits, which have memory only once a request or a graph needs them, and logprobs."""
+        vocab_size, device = self.runner.model.config.vocab_size, self.runner.pool.device
+        one = torch.zeros(1, dtype=torch.int64, device=device)
+        edits = LogitEdits(
+            ids=one[:, None],
+            values=torch.zeros((1, 1), device=device),
+            until=one[:, None],
+            penalties=torch.ones((1, 3), device=device),
+            seen=torch.zeros((1, vocab_size), dtype=torch.int32, device=device),
+        )
+        logits = torch.zeros((1, vocab_size), device=device)
+        edit_logits(logits, one, one, edits)
+        top_logprobs(logits, one, one, 1)
 
     def batch(self, shape: ExtendShape) -> ForwardBatch:
         """A batch of `shape` as `extend_batch` builds it, with zeros for all values on the device."""
@@ -221,8 +241,8 @@ class VariantPlanner:
         attend = bridge_of(model, count, pool.device).attend(breaks, pool, slots)
         body_of(model, ids, positions, attend)
 
-    def _kinds(self, steps: StepGraphs) -> list[StepKind]:
-        """One kind of step per shape, with all that a step of it may launch."""
+    def _kinds(self, steps: StepGraphs) -> list[tuple[StepKind, int]]:
+        """Kinds of steps with numbers of requests. Ranked choices take the same kernels for any number."""
         widest = {kind.shape: kind for kind in steps.kinds}  # the last kind of a shape edits and ranks
         common = next(iter(widest.values()))
         eager = [
@@ -231,7 +251,8 @@ class VariantPlanner:
             if shape not in widest
         ]
         plain = [StepKind(shape=shape, watched=kind.watched) for shape, kind in widest.items()]
-        return [*plain, *eager]
+        ranked = [replace(kind, is_ranked=True) for kind in plain]
+        return [*product([*plain, *eager], sizes(self.reach.max_requests)), *((kind, 1) for kind in ranked)]
 
 
 def first_layers(model: CausalLM) -> CausalLM:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 from baton.kernels.chain_verify import chain_verify
+from baton.kernels.choose_ranked import Ranking, choose_ranked
 from baton.kernels.choose_token import choose_token
 from baton.kernels.compact_kv import compact_kv
 from baton.kernels.context_attention import ContextKV, context_attention
@@ -22,6 +23,7 @@ from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.look_up_rows import Lookup, look_up_rows
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams
 from baton.kernels.norm_pair import norm_pair
+from baton.kernels.penalise_logits import penalise_logits
 from baton.kernels.put_rows import Put, put_rows
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
@@ -30,6 +32,7 @@ from baton.kernels.select_rows import select_last_rows
 from baton.kernels.silu_mul import silu_mul
 from baton.kernels.skinny_linear import gated_linear, linear
 from baton.kernels.step_glue import PAGES, PlaceSizes, step_outcome, step_places
+from baton.kernels.top_logprobs import top_logprobs
 from baton.kernels.tree_verify import tree_verify
 from baton.kernels.verify_attention import paged_verify
 
@@ -236,6 +239,34 @@ def choice_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
         )
 
 
+def limited_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
+    """One token of each row among those that top-k and top-p leave, and penalties."""
+    logits, seeds = torch.randn(rows, vocab_size, device=device), torch.arange(rows, device=device)
+    one, is_bad = torch.ones(rows, dtype=torch.float64, device=device), torch.zeros_like(seeds).bool()
+    for name, top_k, top_p in (("top-k", 20, 0.8), ("top-p", vocab_size, 0.9)):
+        limits = torch.full_like(seeds, min(top_k, vocab_size)), torch.full_like(one, top_p)
+        ranking = Ranking(seeds, one, *limits, torch.zeros_like(one), torch.ones_like(seeds).bool())
+        yield Bench(
+            f"choose_ranked {name} {rows}x{vocab_size}",
+            lambda ranking=ranking: choose_ranked(logits, seeds, ranking, seeds, is_bad, 1024),
+            size(logits),
+        )
+    for name, wanted in (("asked", torch.full_like(seeds, 1)), ("not asked", torch.full_like(seeds, -1))):
+        yield Bench(
+            f"top_logprobs {name} {rows}x{vocab_size}",
+            lambda wanted=wanted: top_logprobs(logits, seeds, wanted, 20),
+            size(logits),
+        )
+    seen = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
+    penalties = torch.full((rows, 3), 1.05, device=device)
+    drafts = torch.empty((rows, 0), dtype=torch.int64, device=device)
+    yield Bench(
+        f"penalise_logits {rows}x{vocab_size}",
+        lambda: penalise_logits(logits, seeds, penalties, seen, drafts, None, None),
+        2 * size(logits) + size(seen),
+    )
+
+
 def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
     """Every operation; small: a few rows, to see that each entry runs."""
     for tokens in (3,) if is_small else (1, 64, 8192):
@@ -250,6 +281,7 @@ def registry(device: str, *, is_small: bool) -> Iterator[Bench]:
     yield from glue_benches(2 if is_small else 64, device)
     for rows, vocab_size in ((2, 40),) if is_small else ((1, 49152), (4, 128256), (256, 128256)):
         yield from choice_benches(rows, vocab_size, device)
+        yield from limited_benches(rows, vocab_size, device)
 
 
 def main() -> None:

@@ -5,8 +5,20 @@ from collections.abc import Callable, Iterator
 
 import torch
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
+from baton.kernels.choose_ranked import (
+    Ranking,
+    choose_ranked,
+    choose_ranked_reference,
+    choose_ranked_triton,
+)
 from baton.kernels.choose_token import choose_token, choose_token_reference, choose_token_triton
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
+from baton.kernels.penalise_logits import (
+    IN_PROMPT,
+    penalise_logits,
+    penalise_logits_reference,
+    penalise_logits_triton,
+)
 from baton.kernels.step_glue import (
     CAPACITY,
     DRAFT_ROW,
@@ -21,6 +33,8 @@ from baton.kernels.step_glue import (
     step_places_reference,
     step_places_triton,
 )
+from baton.kernels.top_logprobs import top_logprobs, top_logprobs_reference, top_logprobs_triton
+from baton.kernels.triton_jit import next_power_of_2
 from baton.tests.kernels.cases import NAN, randn
 
 INF = float("inf")
@@ -53,6 +67,124 @@ def check_choose_token(device: str, num_rows: int, vocab_size: int, is_cut: bool
         assert is_bad.tolist() == expected_bad.tolist()
         assert tokens.tolist() == expected.tolist()
         assert choose_token(logits, *given)[0].tolist() == expected.tolist()
+
+
+def check_choose_ranked(
+    device: str, num_rows: int, vocab_size: int, width: int, kind: str = "rough", each: int = 1
+) -> None:
+    """Rows with every mix of limits, some of them not ranked or broken, `each` of a request. Logits of `kind`
+    rough are normal with some ties, those of flat need many candidates, those of masked are mostly -inf.
+    """
+    rng, count = random.Random(num_rows * vocab_size + width), num_rows // each
+    logits = (0.05 if kind == "flat" else 4.0) * randn(num_rows, vocab_size)
+    if kind == "rough":
+        logits[::3] = logits[::3].round()
+    if kind == "masked":
+        logits.masked_fill_(randn(num_rows, vocab_size) < 2.5, -INF)
+        logits[:, rng.randrange(vocab_size)] = 0.0
+    logits[1 % max(num_rows, 1) :: 7] = 0.0  # either zero, in ties
+    logits[1 % max(num_rows, 1) :: 7, ::2] = -0.0
+    top_k = [rng.choice([vocab_size, vocab_size, 1, 2, 7, width, width + 1]) for _ in range(count)]
+    ranking = Ranking(
+        seeds=_apart(torch.tensor([rng.randrange(2**60) for _ in range(count)], dtype=torch.int64)),
+        temperature=_apart(_reals(rng, [1e-30, 0.6, 1.0, 3.0], count)),
+        top_k=_apart(torch.tensor([min(k, vocab_size) for k in top_k], dtype=torch.int64)),
+        top_p=_apart(_reals(rng, [0.0, 1e-9, 0.5, 0.95, 0.999999, 1.0], count)),
+        min_p=_apart(_reals(rng, [0.0, 0.0, 0.02, 1.0], count)),
+        is_ranked=torch.tensor([row % 5 != 3 for row in range(count)], dtype=torch.bool),
+    )
+    positions = _apart(torch.tensor([rng.randrange(10**6) for _ in range(num_rows)], dtype=torch.int64))
+    before, is_bad = torch.arange(num_rows), torch.tensor([row % 6 == 4 for row in range(num_rows)]).bool()
+    given = logits, positions, ranking
+    expected, is_wide = choose_ranked_reference(*given, before, is_bad, width)
+    on_device = (logits.to(device), positions.to(device), Ranking(*(x.to(device) for x in ranking)))
+    rest = before.clone().to(device), is_bad.to(device), width
+    tokens, is_unseen = (x.cpu() for x in choose_ranked_triton(*on_device, *rest))
+    capacity = 4 * next_power_of_2(min(width, vocab_size))
+    for row in range(num_rows):
+        is_equal, is_idle = row % 7 == 1 % num_rows, row % 6 == 4 or not ranking.is_ranked[row // each]
+        assert not (is_idle and is_unseen[row])
+        if (is_equal and vocab_size > capacity) or width < ranking.top_k[row // each] < vocab_size:
+            assert is_idle or is_unseen[row], "more tokens than have places, or than are promised"
+        is_tied = is_equal or (kind == "rough" and row % 3 == 0)
+        assert not is_unseen[row] or is_wide[row] or (is_tied and vocab_size > capacity)
+        assert is_unseen[row] or tokens[row] == whole_choice(row, logits, positions, ranking, each)
+    assert torch.equal(choose_ranked(*given, before, is_bad, width)[0], expected)
+
+
+def whole_choice(
+    row: int, logits: torch.Tensor, positions: torch.Tensor, ranking: Ranking, each: int
+) -> int:
+    """The token of `row` with all tokens as candidates."""
+    one = Ranking(*(x[row // each : row // each + 1] for x in ranking))
+    place = slice(row, row + 1)
+    if not one.is_ranked or row % 6 == 4:
+        return row
+    no_token, is_fine = torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.bool)
+    found, _ = choose_ranked_reference(
+        logits[place], positions[place], one, no_token, is_fine, logits.shape[1]
+    )
+    return int(found)
+
+
+def _reals(rng: random.Random, values: list[float], count: int) -> torch.Tensor:
+    return torch.tensor([rng.choice(values) for _ in range(count)], dtype=torch.float64)
+
+
+def check_penalise_logits(device: str, count: int, num_nodes: int, vocab_size: int) -> None:
+    """Chains and trees, with and without counts and masks; some requests have no penalties, or ban most."""
+    generator = torch.Generator().manual_seed(count * num_nodes + vocab_size)
+
+    def random(limit: int, *shape: int) -> torch.Tensor:
+        return torch.randint(0, limit, shape, generator=generator)
+
+    num_rows, num_words = count * num_nodes, -(-vocab_size // 32)
+    logits = 4 * randn(num_rows, vocab_size + 5)[:, :vocab_size]
+    logits[::2, random(vocab_size, 3)] = -INF
+    one_each = [1.3, 0.0, 0.0], [1.0, 0.7, 0.0], [1.0, 0.0, -0.4]
+    penalties = torch.tensor([[1.0, 0.0, 0.0], *one_each, [0.9, -0.3, 1.1]])
+    slots = 1 + random(4, count)
+    slots[::4] = 0
+    is_rare, in_prompt = random(2, 5, vocab_size) == 0, IN_PROMPT * random(2, 5, vocab_size)
+    seen = (random(3, 5, vocab_size) * is_rare + in_prompt).int()
+    tokens = random(vocab_size, count, num_nodes)
+    drafts = torch.where(random(3, *tokens.shape) == 0, tokens[:, -1:], tokens)[:, 1:]  # some again
+    tree = random(2, count, num_nodes, num_nodes) == 0
+    masks = random(1 << 31, num_rows, num_words).int() - random(1 << 31, num_rows, num_words).int()
+    for counts, family, bits in (
+        (seen, None, None), (seen, tree, masks), (None, None, masks), (None, None, None),
+    ):  # fmt: skip
+        given = (slots, penalties, counts, drafts, family, bits)
+        expected = penalise_logits_reference(logits, *given)
+        on_device = (None if x is None else x.to(device) for x in given)
+        wide = torch.nn.functional.pad(logits, (0, 5)).to(device)[:, :vocab_size]
+        assert torch.equal(penalise_logits_triton(wide, *on_device).cpu(), expected)
+        assert torch.equal(penalise_logits(logits, *given), expected)
+    if count and num_nodes > 1:
+        alone = [penalise_logits_reference(logits, slots, penalties, seen, drafts, None, None)]
+        alone.append(penalise_logits_reference(logits, slots, penalties, seen * 0, drafts, None, None))
+        assert not torch.equal(*alone)
+
+
+def check_top_logprobs(device: str, num_rows: int, vocab_size: int, num_top: int) -> None:
+    """Rows that ask and rows that do not; equal logits come by their ids."""
+    generator = torch.Generator().manual_seed(num_rows + vocab_size)
+    logits = 4 * randn(num_rows, vocab_size + 3)[:, :vocab_size]
+    logits[1::3] = logits[1::3].round()
+    logits[2::3, ::2] = -INF
+    chosen = torch.randint(0, vocab_size, (num_rows,), generator=generator)
+    wanted = torch.arange(num_rows) % 4 - 1
+    given = logits, _apart(chosen), _apart(wanted), num_top
+    values, ids = top_logprobs_reference(*given)
+    on_device = logits.to(device), _apart(chosen).to(device), _apart(wanted).to(device)
+    found_values, found_ids = (x.cpu() for x in top_logprobs_triton(*on_device, num_top))
+    asks = wanted >= 0
+    assert torch.equal(found_ids, ids)
+    assert (ids[~asks] == -1).all()
+    assert torch.allclose(found_values[asks], values[asks], atol=2e-5, rtol=1e-6)
+    assert found_values[~asks].isnan().all()
+    for ours, theirs in zip(top_logprobs(*given), (values, ids), strict=True):
+        assert torch.equal(ours.nan_to_num(7.0), theirs.nan_to_num(7.0))
 
 
 def check_step_places(device: str, count: int, page_size: int, num_places: int) -> None:
@@ -156,6 +288,15 @@ def choice_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     for num_rows, vocab_size in ((0, 8), (1, 1), (5, 7), (7, 2048), (6, 5003)):
         yield check_choose_token, (num_rows, vocab_size, vocab_size % 2 == 1)
     yield check_choose_token, (12, 3000, True, 4)
+    for sizes in ((0, 8, 4), (1, 1, 1), (24, 40, 8), (24, 90, 90), (24, 5003, 16), (8, 3000, 1024)):
+        yield check_choose_ranked, sizes
+    for kind in ("flat", "masked"):
+        yield check_choose_ranked, (24, 4100, 32, kind)
+    yield check_choose_ranked, (24, 700, 8, "rough", 4)
+    for count, num_nodes, vocab_size in ((0, 1, 9), (1, 1, 1), (5, 1, 2050), (9, 4, 333), (3, 7, 64)):
+        yield check_penalise_logits, (count, num_nodes, vocab_size)
+    for num_rows, vocab_size, num_top in ((0, 9, 2), (1, 1, 0), (5, 9, 3), (9, 4500, 20), (4, 300, 40)):
+        yield check_top_logprobs, (num_rows, vocab_size, num_top)
     for count, page_size, num_places in ((0, 4, 3), (1, 1, 1), (7, 4, 5), (9, 16, 8)):
         yield check_step_places, (count, page_size, num_places)
     for count, num_nodes, num_path in ((0, 1, 1), (1, 1, 1), (6, 4, 4), (9, 11, 5)):

@@ -9,6 +9,7 @@ import torch
 from baton.kernels import skinny_linear
 from baton.kernels.attention_form import AttentionForm
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
+from baton.kernels.choose_ranked import Ranking, choose_ranked, choose_ranked_triton
 from baton.kernels.choose_token import choose_token, choose_token_triton
 from baton.kernels.compact_kv import compact_kv, compact_kv_triton
 from baton.kernels.context_attention import (
@@ -54,6 +55,7 @@ from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.norm_pair import norm_pair, norm_pair_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import MXFP4, PackedMatrices, packed_experts, packed_experts_triton
+from baton.kernels.penalise_logits import penalise_logits, penalise_logits_triton
 from baton.kernels.put_rows import Put, put_rows, put_rows_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
@@ -71,6 +73,7 @@ from baton.kernels.step_glue import (
     step_places,
     step_places_triton,
 )
+from baton.kernels.top_logprobs import top_logprobs, top_logprobs_triton
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
 from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
 from baton.kernels.wgmma_attention import wgmma_attention_triton
@@ -98,6 +101,9 @@ OPERATIONS = {
     "put_rows": "put_rows",
     "norm_pair": "norm_pair",
     "choose_token": "choose_token",
+    "choose_ranked": "choose_ranked",
+    "penalise_logits": "penalise_logits",
+    "top_logprobs": "top_logprobs",
     "step_places": "step_glue",
     "step_outcome": "step_glue",
     "chain_verify": "chain_verify",
@@ -405,6 +411,11 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     logits, doubles = randn(3, 4096), torch.ones(3, dtype=torch.float64)
     for min_p, ids in ((doubles, torch.arange(4096)), (None, None)):
         choose_token_triton(logits, rows, rows, doubles, min_p, rows.bool(), ids)
+    ranking = Ranking(rows, doubles, rows, doubles, doubles, rows.bool())
+    choose_ranked_triton(logits, rows, ranking, rows, rows.bool(), 1024)
+    penalties, seen, drafts = torch.ones(3, 3), torch.zeros(3, 4096, dtype=torch.int32), rows.new_zeros(3, 0)
+    top_logprobs_triton(logits, rows, rows, 20)
+    penalise_logits_triton(logits, rows, penalties, seen, drafts, None, None)
     state, flags = torch.ones(3, 20, dtype=torch.int64), torch.zeros(12, dtype=torch.bool)
     step_places_triton(state, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))
     step_outcome_triton(state, rows, state[:, :4], state[:, :4], rows, flags, flags, rows)
@@ -453,6 +464,8 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
         "_select_last_rows_kernel", "_look_up_kernel", "_put_kernel", "_norm_pair_kernel",
         "_tree_verify_kernel", "_extend_kernel", "_verify_kernel",
         "_merge_kernel", "_compact_kv_kernel", "_highest_kernel", "_scores_kernel", "_pick_kernel",
+        "_group_highest_kernel", "_cut_kernel", "_candidates_kernel", "_draw_kernel", "_penalise_kernel",
+        "_logprobs_kernel",
         "_skinny_kernel", "_places_kernel", "_outcome_kernel", "_chain_verify_kernel",
         "_fp8_kernel", "_fp8_blocks_kernel", "_quantise_kernel", "_dequantise_kernel",
         "_quantise_wide_kernel", "_int4_mma_kernel", "_int4_wgmma_kernel", "_add_splits_kernel",
@@ -542,6 +555,7 @@ def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
 INT64 = torch.int64
 POOL = torch.zeros(3, 1, 2, 4, 2, 8)
 ONE = torch.ones(1, dtype=INT64)
+RANKING = Ranking(ONE, ONE.double(), ONE, ONE.double(), ONE.double(), ONE.bool())
 TABLE = torch.ones(1, 2, dtype=INT64)
 Q = torch.zeros(1, 1, 4, 8)
 KEYS = torch.zeros(128, 2, 8)
@@ -620,6 +634,19 @@ WORDS, WORDS_DOWN = (
         TABLE[0])),
         ("choose_token", lambda: choose_token(randn(1, 2), ONE, ONE, ONE.double(), ONE, ONE.bool(),
         TABLE[0])),
+        ("choose_ranked", lambda: choose_ranked(randn(1, 8), ONE, RANKING, ONE, ONE, 4)),
+        ("choose_ranked", lambda: choose_ranked(
+            randn(1, 8), ONE, RANKING._replace(top_p=ONE), ONE, ONE.bool(), 4)),
+        ("top_logprobs", lambda: top_logprobs(randn(1, 8), ONE, ONE.int(), 2)),
+        ("top_logprobs", lambda: top_logprobs(randn(2, 8), ONE, ONE, 2)),
+        ("penalise_logits: seen", lambda: penalise_logits(
+            randn(1, 8), ONE, randn(2, 3), ONE.int()[None], ONE[:, None][:, :0], None, None)),
+        ("penalise_logits: logits", lambda: penalise_logits(
+            randn(1, 8), ONE, randn(2, 3), None, ONE[:, None], None, None)),
+        ("penalise_logits: penalties", lambda: penalise_logits(
+            randn(1, 8), ONE, randn(2, 2), None, ONE[:, None][:, :0], None, None)),
+        ("contiguous", lambda: penalise_logits(
+            randn(1, 8), ONE, randn(3, 2).T, None, ONE[:, None][:, :0], None, None)),
         ("chain_verify", lambda: chain_verify(TABLE, TABLE[:, :1], ONE)),
         ("match_ngrams", lambda: match_ngrams(TABLE, ONE, ONE, NgramSizes(1, 1, 1))),
         ("match_ngrams", lambda: match_ngrams(torch.ones(2, 4).int(), ONE, ONE, NgramSizes(2, 4, 1))),

@@ -72,13 +72,13 @@ def draft_vocabulary_not_bound(planting: pytest.MonkeyPatch) -> None:
 
 
 def mass_before_top_k(planting: pytest.MonkeyPatch) -> None:
-    kept = draws._kept
+    kept = draws.kept_candidates
 
-    def with_all(scaled: torch.Tensor, limit: torch.Tensor, total: object, draw: draws.Draw) -> object:
-        everything = draws._mass(scaled).sum(dim=1)
-        return kept(scaled, limit, everything, draw)
+    def with_all(scaled: torch.Tensor, limit: torch.Tensor, total: object, *rest: torch.Tensor) -> object:
+        everything = draws.masses(scaled).sum(dim=1)
+        return kept(scaled, limit, everything, *rest)
 
-    planting.setattr(draws, "_kept", with_all)
+    planting.setattr(draws, "kept_candidates", with_all)
 
 
 def law_of_exchanged_ids(target: Path, head: Path) -> None:

@@ -5,12 +5,14 @@ import math
 
 import pytest
 import torch
-from baton.bench.engine.bench import launches, main, parser
+from baton.bench.engine.bench import launches, main, parser, settings_of
 from baton.bench.engine.drafters import DRAFTERS, DraftWish
 from baton.bench.engine.floors import Ceilings, PassCounts, Work, chain_step, mtp_step, parallel_step
 from baton.bench.engine.mtp_model import modules_config
+from baton.bench.engine.rig import Rig
 from baton.bench.engine.shapes import SHAPES, head_config, target_config
 from baton.engine.errors import CheckpointError
+from baton.engine.kv.window_pool import WindowedPool
 from baton.engine.models.weight_cuts import rank_config
 from baton.engine.parallel.group import TensorGroup
 from baton.engine.parallel.sharing import attention_parallel, tensor_parallel
@@ -316,3 +318,34 @@ def test_launches_are_chained_unless_told_otherwise(monkeypatch: pytest.MonkeyPa
         with launches(parser().parse_args(given)):
             assert chained_launch.chained(device) == options
     assert chained_launch.are_chained(device), "the context ends with the measurements"
+
+
+SAMPLED = "temperature=0.7,top_k=20,top_p=0.8,repetition_penalty=1.05"
+
+
+@pytest.mark.parametrize("sampling", [SAMPLED, "temperature=1,top_p=0.9"])
+def test_sampled_requests_take_graphs_that_cover_their_steps(sampling, tmp_path):
+    out = tmp_path / "out.json"
+    flags = ["--batch", "2", "--prefill", "9", "--graphs", "on", "--sampling", sampling, "--json", str(out)]
+    assert main([*SMALL, *flags]) == 0
+    cells = {cell["kind"]: cell for cell in json.loads(out.read_text())["cells"]}
+    assert [cells[kind]["path"] for kind in ("decode", "eagle3")] == ["graph"] * 2
+    # a drawn draft may be right where the likeliest one is wrong
+    assert [cells[kind]["accepted"] for kind in ("decode", "eagle3")] == [1.0, pytest.approx(3.0, abs=0.2)]
+
+
+@pytest.mark.parametrize("sampling", ["warmth=1", "top_p", "top_p=2", "top_k=x", ""])
+def test_sampling_that_cannot_be_measured_is_refused_by_name(sampling, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        parser().parse_args(["--sampling", sampling])
+    assert sampling.partition("=")[0] in capsys.readouterr().err
+
+
+def test_requests_keep_their_window_pages_behind_measured_steps():
+    flags = ["--shape", "toy-gpt-oss", "--graphs", "on", "--adaptive", "--batch", "1", "2", "--prefill", "9"]
+    flags += ["--spec-steps", "1", "--accept-length", "2"]
+    with torch.no_grad():
+        rig = Rig(settings_of(parser().parse_args([*SMALL, *flags])))
+    pool = rig.runner.pool
+    assert isinstance(pool, WindowedPool)
+    assert pool.table[1:].count_nonzero() == pool.num_lendable > 0

@@ -16,6 +16,8 @@ from baton.tests.unit.engine.models.test_joined_layers import (
 )
 
 FEW_ROWS, MOST_ROWS = 20, 70
+# Up to four rows are joined, and more than five grouped.
+MANY_EXPERTS = FAMILIES["qwen3-moe in blocks of 8 bits"] | {"num_experts": 64, "num_experts_per_tok": 2}
 
 
 def variants(model: CausalLM, num_rows: int, monkeypatch: pytest.MonkeyPatch) -> set[tuple[object, ...]]:
@@ -37,7 +39,7 @@ def triton() -> None:
     [
         "llama", "llama in 8 bits", "llama in 4 bits", "qwen3-moe wholly in 4 bits",
         "qwen3-moe with attention in 8 bits", "qwen3-moe in blocks of 8 bits",
-        "latents in blocks of 8 bits",
+        "latents in blocks of 8 bits", "many experts in blocks of 8 bits",
     ],
 )  # fmt: skip
 @torch.no_grad()
@@ -45,6 +47,8 @@ def test_any_number_of_rows_launches_what_a_dry_run_met(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(torch.version, "cuda", "13.0")  # whose library multiplies in blocks
+    monkeypatch.setitem(FAMILIES, "many experts in blocks of 8 bits", MANY_EXPERTS)
+    monkeypatch.setitem(QUANTISED, "many experts in blocks of 8 bits", "fp8-blocks")
     model = first_layers(model_of(family, None, torch.bfloat16, tmp_path, monkeypatch))
     most = MOST_ROWS if "blocks" in family else FEW_ROWS
     met = set().union(*(variants(model, count, monkeypatch) for count in row_counts(most)))
