@@ -270,6 +270,7 @@ def fp8_experts(
     if x.dtype == torch.float32:
         return fp8_experts_triton(x, ids, weights, gate_up, down, form=form, is_rounded=False)
     num_experts = form.total or gate_up.weight.shape[0]
-    if not is_invariant and 0 < ids.numel() <= num_experts // FEW_SHARE:
+    is_few = ids.shape[0] == 1 or 0 < ids.numel() <= num_experts // FEW_SHARE  # the slots of a row differ
+    if not is_invariant and is_few:
         return fp8_expert_rows_triton(x, ids, weights, *gate_up, *down, form=form)
     return fp8_experts_triton(x, ids, weights, gate_up, down, form=form)

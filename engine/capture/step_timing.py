@@ -39,8 +39,9 @@ def measure_steps(steps: StepGraphs, vote: Vote = alone) -> MeasuredCosts | None
         for size in sizes:
             seconds[shape][size] = _step_seconds(steps, trial, size)
             if steps.step.is_late(kind):
-                seconds[shape][size] += _catch_up_seconds(steps, size) / steps.late_rows
+                seconds[shape][size] += _catch_up_seconds(steps, trial, size) / steps.late_rows
         trial.close()
+        del trial  # its copy of the state, before the next one makes its own
     costs = MeasuredCosts(seconds=seconds, kv_seconds=_kv_seconds(steps, seconds[PLAIN][sizes[0]]))
     logger.info("measured steps, ms by batch size: %s", _table(costs))
     return costs
@@ -50,8 +51,7 @@ def _step_seconds(steps: StepGraphs, trial: TrialRequests, size: int) -> float:
     """The mean time of the steps that `size` requests of `trial` take; padding requests stand for those that
     the KV pool cannot hold.
     """
-    own = trial.slots[:size]
-    slots = (*own, *[PAD_SLOT] * (size - len(own)))
+    slots = _slots(trial, size)
     trial.rewind()
     steps.launch(slots, trial.kind)
     _wait(steps.device)
@@ -62,15 +62,25 @@ def _step_seconds(steps: StepGraphs, trial: TrialRequests, size: int) -> float:
     return (time.perf_counter() - began) / REPEATS
 
 
-def _catch_up_seconds(steps: StepGraphs, size: int) -> float:
-    """The time in which the drafter catches up with `size` requests."""
-    steps.catch_up((0,) * size)
+def _catch_up_seconds(steps: StepGraphs, trial: TrialRequests, size: int) -> float:
+    """The mean time in which the drafter catches up with `size` requests of `trial`, behind a step of theirs.
+
+    Their states stay behind the first catch-up; the rows of those that follow are as many and as different.
+    """
+    slots = _slots(trial, size)
+    steps.catch_up(slots)
     _wait(steps.device)
     began = time.perf_counter()
     for _ in range(REPEATS):
-        steps.catch_up((0,) * size)
+        steps.catch_up(slots)
     _wait(steps.device)
     return (time.perf_counter() - began) / REPEATS
+
+
+def _slots(trial: TrialRequests, size: int) -> tuple[int, ...]:
+    """Of the first `size` requests of `trial`, and of padding where it has fewer."""
+    own = trial.slots[:size]
+    return (*own, *[PAD_SLOT] * (size - len(own)))
 
 
 def _kv_seconds(steps: StepGraphs, plain_seconds: float) -> float:

@@ -61,7 +61,8 @@ class TrialRequests:
             for i, (slot, each) in enumerate(zip(self.slots, self._joining, strict=True)):
                 step.state.integers[slot, LATE] = min(each.length, late.num_rows - i % (late.num_rows + 1))
             self._randomize(late.anchors)
-        self._states = (*step.state.anchors, *step.state.edit_anchors)
+        edits = step.state.edit_anchors if kind.is_edited else ()
+        self._states = (*step.state.anchors, *edits)
         self._initial = tuple(values.clone() for values in self._states)
 
     def rewind(self) -> None:

@@ -193,6 +193,7 @@ def _joins(read: Sequence[Piece], piece: Piece) -> bool:
     """Whether `piece` is read with the pieces of `read`, and can be seen as its dtype behind them."""
     first, last = read[0], read[-1]
     is_near = last.path == piece.path and 0 <= piece.first - last.end <= MAX_GAP
+    is_near = is_near and last.target.device == piece.target.device
     is_one = all(each.is_staged and not each.stride for each in (last, piece))
     fits = piece.end - first.first <= PIECE_BYTES
     return is_near and is_one and fits and (piece.first - first.first) % piece.dtype.itemsize == 0

@@ -100,7 +100,7 @@ class WholePrefillGraphs:
             attend = self._attention.recorded(self.places, slots)
             return body_of(self.model, ids, positions, attend)
 
-        self.family.capture(forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.tensors)
+        self.family.capture(forward, lambda bucket: ReplayContext(num_rows=bucket), self.model.parameters)
 
     def peek(self, batch: ForwardBatch) -> PathDecision:
         """The decision for `batch`, uncounted: a batch that does not fit may have another graph."""

@@ -174,6 +174,14 @@ def test_m2_2_exchanged_weights_are_found_at_replay(target, head, name):
         engine.decoder.step([request])
 
 
+def test_m2_2_exchanged_weights_of_the_target_are_found_in_steps(target, head):
+    engine = Engine(target, head, is_greedy=True)
+    graphs = with_graphs(engine)
+    norm = engine.runner.model.norm
+    norm.weight = norm.weight.clone()
+    assert "decode_step" in {stale.split()[0] for stale in graphs.pool.stale()}
+
+
 def test_m2_2_in_production_every_nth_replay_checks_the_parameters(target):
     engine = Engine(target, is_greedy=True)
     graphs = with_graphs(engine)

@@ -4,7 +4,8 @@ The reference runs the layers of `transformers` behind the target's over all row
 """
 
 import json
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,6 +110,23 @@ def test_drafts_are_those_of_a_full_recompute_without_a_cache(toy: Toy):
         before = list(request.all_ids)
         drafts = record_drafts(engine, request)
         assert drafts == toy.drafts(before, toy.num_modules)
+
+
+def test_parameters_are_the_memory_of_all_tensors_with_experts_as_one(toy: Toy):
+    drafter = MtpEngine(toy.target, toy.draft, steps=toy.num_modules).drafter
+    parameters = list(drafter.parameters())
+    for module in drafter.head.modules:
+        assert memory(module.tensors()).items() <= memory(parameters).items()
+        assert any(".experts.0." in name for name, _ in module.tensors())
+    assert not any(".experts.0." in name for name, _ in parameters)
+
+
+def memory(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, int]:
+    """The bytes of each storage that the tensors see, by its address."""
+    seen: Counter[int] = Counter()
+    for _, tensor in named:
+        seen[tensor.untyped_storage().data_ptr()] += tensor.nbytes
+    return dict(seen)
 
 
 def test_tokens_are_those_of_transformers_eagerly_and_in_graphs(toy: Toy):

@@ -24,6 +24,7 @@ from .protocol import Drafter
 from .registry import DraftConfig, DraftModel, DraftSource, TargetWeights
 
 SPARE_BYTES = 256 << 20  # of a GPU, free beside a staged head
+CHECKED_VALUES = 1 << 22  # of a tensor, looked at together: they take a few times their memory
 REMEDY = "restart the decode workers with it: baton draft swap --restart"
 Pair = tuple[torch.Tensor, torch.Tensor]  # a tensor in use, and the values to write there
 
@@ -237,10 +238,16 @@ class LiveHead:
 
 
 def _must_be_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
-    if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+    parts = torch.split(tensor.reshape(-1), CHECKED_VALUES) if tensor.is_floating_point() else ()
+    if not all(map(_is_finite, parts)):
         raise CheckpointError(
             f"{path}: tensor {name} has numbers that are not finite; use another state of its run"
         )
+
+
+def _is_finite(part: torch.Tensor) -> bool:
+    wide = part.float() if part.element_size() == 1 else part  # torch does not check values of 8 bits
+    return bool(wide.isfinite().all())
 
 
 def _kind(config: DraftConfig) -> str:
