@@ -39,6 +39,15 @@ def sparse(buckets: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 
+def ranked(buckets: Sequence[int]) -> tuple[int, ...]:
+    """`sparse(buckets)`, and from 16 on the middles between powers of two, ascending.
+
+    At most a third of a large batch is padding.
+    """
+    middles = (size for size in buckets if size >= 24 and size % 3 == 0 and not (size // 3) & (size // 3 - 1))
+    return tuple(sorted({*sparse(buckets), *middles}))
+
+
 def bucket_for(buckets: Sequence[int], size: int) -> int:
     """The smallest of `buckets` (ascending) that holds `size`; 0 if none does."""
     return next((bucket for bucket in buckets if bucket >= size), 0)

@@ -8,7 +8,7 @@ Legend: Q new rows of a request, B requests.
 
 import copy
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 
 import torch
@@ -26,8 +26,10 @@ from ..models.interface import CausalLM
 from ..models.layers import Attend
 from ..runner.model_runner import ModelRunner
 from ..runner.target_graphs import aux_ids_of, body_of, bridge_of
+from ..sampling.choose import choose_tokens
 from ..sampling.edits import LogitEdits, edit_logits
 from ..sampling.logprobs import top_logprobs
+from ..sampling.tensors import SamplingTensors
 from ..speculative.drafters.protocol import MAX_PREFILL_ROWS, Drafter, DraftPrefill, reads_features
 from ..speculative.drafters.states import PAD_ROW
 from ..speculative.drafting.shape import DraftShape
@@ -127,9 +129,9 @@ class VariantPlanner:
                 context = min(reach.max_context, self.drafter.max_context)
                 self.draft_prompts(extend_shapes(MAX_PREFILL_ROWS, reach.max_requests, context))
             if self.steps is not None:
-                for kind, count in self._kinds(self.steps):
+                for kind, count in product(self._kinds(self.steps), sizes(reach.max_requests)):
                     self.step(kind, count)
-            self.edits()
+            self.choice()
         return list({launch.variant: launch for launch in found}.values())
 
     def prompts(self, batches: Sequence[ForwardBatch]) -> None:
@@ -176,19 +178,24 @@ class VariantPlanner:
         if step.is_late(kind):
             step.catch_up(slots, Breaks(StepContext(num_rows=count)))
 
-    def edits(self) -> None:
-        """Edits of logits, which have memory only once a request or a graph needs them, and logprobs."""
+    def choice(self) -> None:
+        """All that can be done with logits. Its kernels are the same for any number of rows."""
         vocab_size, device = self.runner.model.config.vocab_size, self.runner.pool.device
+        logits = torch.zeros((1, vocab_size), device=device)
         one = torch.zeros(1, dtype=torch.int64, device=device)
         edits = LogitEdits(
             ids=one[:, None],
-            values=torch.zeros((1, 1), device=device),
+            values=logits[:, :1],
             until=one[:, None],
             penalties=torch.ones((1, 3), device=device),
             seen=torch.zeros((1, vocab_size), dtype=torch.int32, device=device),
         )
-        logits = torch.zeros((1, vocab_size), device=device)
         edit_logits(logits, one, one, edits)
+        real, flag = one.double(), one.bool()
+        tensors = SamplingTensors(
+            seeds=one, temperature=real, top_k=one, top_p=real, min_p=real, is_drawn=flag
+        )
+        choose_tokens(logits, one, tensors, is_ranked=True)
         top_logprobs(logits, one, one, 1)
 
     def batch(self, shape: ExtendShape) -> ForwardBatch:
@@ -241,18 +248,11 @@ class VariantPlanner:
         attend = bridge_of(model, count, pool.device).attend(breaks, pool, slots)
         body_of(model, ids, positions, attend)
 
-    def _kinds(self, steps: StepGraphs) -> list[tuple[StepKind, int]]:
-        """Kinds of steps with numbers of requests. Ranked choices take the same kernels for any number."""
-        widest = {kind.shape: kind for kind in steps.kinds}  # the last kind of a shape edits and ranks
-        common = next(iter(widest.values()))
-        eager = [
-            StepKind(shape=shape, is_ranked=True, num_top=common.num_top)
-            for shape in self.reach.eager_shapes
-            if shape not in widest
-        ]
-        plain = [StepKind(shape=shape, watched=kind.watched) for shape, kind in widest.items()]
-        ranked = [replace(kind, is_ranked=True) for kind in plain]
-        return [*product([*plain, *eager], sizes(self.reach.max_requests)), *((kind, 1) for kind in ranked)]
+    def _kinds(self, steps: StepGraphs) -> list[StepKind]:
+        """One kind of step per shape, which takes the likeliest tokens."""
+        shapes = {kind.shape: StepKind(shape=kind.shape, watched=kind.watched) for kind in steps.kinds}
+        eager = [StepKind(shape=shape) for shape in self.reach.eager_shapes if shape not in shapes]
+        return [*shapes.values(), *eager]
 
 
 def first_layers(model: CausalLM) -> CausalLM:

@@ -17,7 +17,7 @@ import torch
 
 from ...graphs.breakable import Breaks
 from ...graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits
-from ...graphs.buckets import bucket_for, sparse
+from ...graphs.buckets import bucket_for, ranked, sparse
 from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...parallel.group import SOLO, TensorGroup
@@ -93,8 +93,8 @@ class StepGraphs:
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
-        """Captures a graph of each kind and bucket; of ranked and edited kinds only for powers of two, of all
-        kinds where ranks agree on sizes.
+        """Captures a graph of each kind and bucket; of ranked kinds for fewer of the buckets, of edited ones
+        for powers of two only, as of all kinds where ranks agree on sizes.
         """
         state, drafter = self.step.state, self.step.drafter
         if any(kind.is_edited for kind in self.kinds):
@@ -107,9 +107,13 @@ class StepGraphs:
             limits = GraphLimits(
                 is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
             )
-            is_sparse = kind.is_ranked or self.has_common_sizes
+            sizes = buckets
+            if kind.is_edited or self.has_common_sizes:
+                sizes = sparse(buckets)
+            elif kind.is_ranked:
+                sizes = ranked(buckets)
             family: GraphFamily[StepContext, torch.Tensor] = GraphFamily(
-                graphs, graph_kind_of(kind), sparse(buckets) if is_sparse else buckets, limits
+                graphs, graph_kind_of(kind), sizes, limits
             )
             self.families[kind] = family
 

@@ -7,7 +7,7 @@ import torch
 from baton.decode.accept_monitor import AcceptCanary
 from baton.engine.graphs.breakable import ReplayContext
 from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits, PathDecision
-from baton.engine.graphs.buckets import batch_buckets, bucket_for, token_buckets
+from baton.engine.graphs.buckets import batch_buckets, bucket_for, ranked, sparse, token_buckets
 from baton.engine.graphs.errors import GraphError
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
@@ -41,6 +41,16 @@ def test_token_buckets_end_with_the_largest_and_never_waste_more_than_half(most)
 ])  # fmt: skip
 def test_batch_buckets(most, expected):
     assert batch_buckets(most) == expected
+
+
+@pytest.mark.parametrize("most", [1, 3, 16, 24, 50, 128, 200, 256])
+def test_ranked_steps_pad_at_most_a_third_with_few_sizes(most):
+    buckets = batch_buckets(most)
+    few, fewest = ranked(buckets), sparse(buckets)
+    assert {*fewest} <= {*few} <= {*buckets}
+    assert len(few) <= len(fewest) + 4
+    for count in range(1, most + 1):
+        assert bucket_for(few, count) <= max(16, 1.5 * count)
 
 
 def test_rows_beyond_the_largest_bucket_have_no_bucket():
