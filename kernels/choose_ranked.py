@@ -25,7 +25,8 @@ from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 # 2**60.
 MASS_ONE = float(1 << 40)
 GROUPS_EACH = 4  # groups for each candidate that is asked for; as many candidates have a place
-BLOCK_GROUPS, TALL = 64, 16  # groups of a program, and tokens of each that it reads at once
+BLOCK_GROUPS, TALL = 64, 16  # groups of a program, and tokens of each that it reads at once, at least
+MAX_TILE = 16384  # tokens of all groups that are read at once where groups are few
 SPLIT = 2048  # logits of a program that looks for candidates
 NO_LOGIT = -2139095041  # the ordered bits of -inf
 NO_KEY, LAST_KEY, LAST_ID = -(1 << 63), (1 << 63) - 1, (1 << 32) - 1
@@ -128,10 +129,16 @@ def ranked_ids(logits: torch.Tensor, width: int) -> torch.Tensor:
 
 
 @jit
-def ordered(b_logits: tl.tensor) -> tl.tensor:
+def _ordered(b_logits: tl.tensor) -> tl.tensor:
     """The bits of logits as int32 in the order of the logits; both zeros are equal."""
     b_bits = tl.where(b_logits == 0.0, 0.0, b_logits).to(tl.int32, bitcast=True)
     return tl.where(b_bits < 0, b_bits ^ 0x7FFFFFFF, b_bits)
+
+
+@jit
+def keys_of(b_logits: tl.tensor, b_ids: tl.tensor, LAST_ID: tl.constexpr) -> tl.tensor:
+    """int64 numbers in the order of the logits, of equal ones in the falling order of `b_ids` int64."""
+    return (_ordered(b_logits).to(tl.int64) << 32) + (LAST_ID - b_ids)
 
 
 @jit
@@ -172,7 +179,7 @@ def _group_highest_kernel(
         b_logits = tl.load(
             p_logits + i_row * row_stride + i_token, mask=i_token < vocab_size, other=float("-inf")
         )
-        b_highest = tl.maximum(b_highest, tl.max(ordered(b_logits), axis=0))
+        b_highest = tl.maximum(b_highest, tl.max(_ordered(b_logits), axis=0))
     release_next(CHAINED)
     tl.store(p_groups + i_row * GROUPS + i_group, b_highest)
     if tl.program_id(1) == 0:
@@ -203,7 +210,7 @@ def _cut_kernel(
     b_groups = tl.load(p_groups + i_row * GROUPS + tl.arange(0, GROUPS))
     needed = tl.minimum(tl.load(p_top_k + i_row // rows_each * top_k_stride), width).to(tl.int32)
     highest = tl.max(b_groups, axis=0)
-    low, high = tl.full([], NO_LOGIT + 1, tl.int32), highest  # no candidate is -inf
+    low, high = tl.maximum(tl.min(b_groups, axis=0), NO_LOGIT + 1), highest  # no candidate is -inf
     while low < high:
         middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up
         count = tl.sum((b_groups >= middle).to(tl.int32), axis=0)
@@ -246,7 +253,7 @@ def _candidates_kernel(
     i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
     m_token = i_token < vocab_size
     b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=float("-inf"))
-    m_found = (ordered(b_logits) >= tl.load(p_cut + i_row)) & m_token
+    m_found = (_ordered(b_logits) >= tl.load(p_cut + i_row)) & m_token
     count = tl.sum(m_found.to(tl.int32), axis=0)
     if count > 0:
         first = tl.atomic_add(p_count + i_row, count)
@@ -331,8 +338,7 @@ def _draw_kernel(
     m_place = i_place < count
     b_ids = tl.load(p_ids + i_row * CAPACITY + i_place, mask=m_place, other=0).to(tl.int64)
     b_logits = tl.load(p_logits + i_row * row_stride + b_ids, mask=m_place, other=0.0)
-    b_keys = (ordered(b_logits).to(tl.int64) << 32) + (LAST_ID - b_ids)
-    b_keys = tl.where(m_place, b_keys, NO_KEY)
+    b_keys = tl.where(m_place, keys_of(b_logits, b_ids, LAST_ID), NO_KEY)
     top_k = tl.load(p_top_k + i_knob * top_k_stride)
     top_p = tl.load(p_top_p + i_knob * top_p_stride)
     is_limited = top_k < vocab_size
@@ -358,7 +364,8 @@ def _draw_kernel(
     b_score = tl.where(m_kept, b_score, float("-inf"))
     best = tl.max(tl.where(m_kept & (b_score == tl.max(b_score, axis=0)), b_keys, NO_KEY), axis=0)
     release_next(CHAINED)
-    tl.store(p_tokens + i_row, LAST_ID - (best & LAST_ID), mask=best != NO_KEY)
+    is_known = (best != NO_KEY) & (count <= CAPACITY)  # which candidates have a place is not known beyond it
+    tl.store(p_tokens + i_row, LAST_ID - (best & LAST_ID), mask=is_known)
     tl.store(p_is_unseen + i_row, is_unseen.to(tl.int8))
 
 
@@ -396,11 +403,11 @@ def find_candidates(
     highest = torch.empty(num_rows, dtype=torch.float32, device=device)
     total = torch.empty(num_rows, dtype=torch.int64, device=device)
     active = is_ranked.contiguous().view(torch.uint8), is_bad.contiguous().view(torch.uint8)
-    each, sizes, chain = num_rows // is_ranked.shape[0], (vocab_size, logits.stride(0)), chained(device)
-    block = min(BLOCK_GROUPS, groups)
+    each, sizes, chain = num_rows // is_ranked.shape[0], (vocab_size, row_stride(logits)), chained(device)
+    block, tall = min(BLOCK_GROUPS, groups), max(TALL, MAX_TILE // groups)
     _group_highest_kernel[(num_rows, groups // block)](
         logits, *active, found, count, total, each, *sizes,
-        GROUPS=groups, NO_LOGIT=NO_LOGIT, TALL=TALL, BLOCK=block, **chain, num_warps=4,
+        GROUPS=groups, NO_LOGIT=NO_LOGIT, TALL=tall, BLOCK=block, **chain, num_warps=4,
     )  # fmt: skip
     _cut_kernel[(num_rows,)](
         found, *active, top_k, cut, highest, each, top_k.stride(0), width,
@@ -412,6 +419,11 @@ def find_candidates(
         MASS_ONE=MASS_ONE, CAPACITY=groups, SPLIT=SPLIT, **chain, num_warps=4,
     )  # fmt: skip
     return Candidates(highest, ids, count, total)
+
+
+def row_stride(logits: torch.Tensor) -> int:
+    """The stride of the rows, as it is for several of them: one row alone may have any."""
+    return logits.stride(0) if logits.shape[0] > 1 else logits.shape[1]
 
 
 def choose_ranked_triton(
@@ -440,7 +452,7 @@ def choose_ranked_triton(
         seeds, positions, temperature, top_k, top_p, min_p,
         found.highest, found.ids, found.num_found, found.total, tokens, is_unseen.view(torch.uint8),
         num_rows // seeds.shape[0], seeds.stride(0), positions.stride(0), temperature.stride(0),
-        top_k.stride(0), top_p.stride(0), min_p.stride(0), width, vocab_size, logits.stride(0),
+        top_k.stride(0), top_p.stride(0), min_p.stride(0), width, vocab_size, row_stride(logits),
         GAMMA=GAMMA, MIX_1=MIX_1, MIX_2=MIX_2, MASS_ONE=MASS_ONE,
         NO_KEY=NO_KEY, LAST_KEY=LAST_KEY, LAST_ID=LAST_ID, CAPACITY=found.ids.shape[1],
         **chained(device), num_warps=16,

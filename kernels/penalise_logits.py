@@ -12,6 +12,7 @@ import math
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
+from .choose_ranked import row_stride
 from .triton_jit import cdiv, jit_varying, tl
 
 IN_PROMPT = 1 << 30  # the bit of `seen` beside the count
@@ -145,7 +146,7 @@ def penalise_logits_triton(
         int(masks is not None),
         vocab_size,
         words,
-        logits.stride(0),
+        row_stride(logits),
         COUNT_BITS=IN_PROMPT - 1,
         SPLIT=SPLIT,
         **chained(device),

@@ -13,7 +13,7 @@ import math
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .choose_ranked import LAST_ID, NO_KEY, find_candidates, ordered, ranked_ids
+from .choose_ranked import LAST_ID, LAST_KEY, NO_KEY, find_candidates, keys_of, ranked_ids, row_stride
 from .triton_jit import jit_varying, next_power_of_2, tl
 
 WIDTH = 32  # candidates, if no row asks for more
@@ -25,7 +25,7 @@ def top_logprobs_reference(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition; arguments as in `top_logprobs`. It never waits for the device."""
     raw = torch.log_softmax(logits.float(), dim=1)
-    ids = ranked_ids(raw, num_top)
+    ids = ranked_ids(logits, num_top)
     values = torch.cat((raw.gather(1, chosen[:, None]), raw.gather(1, ids)), dim=1)
     is_idle = (wanted < 0)[:, None]
     return values.masked_fill(is_idle, math.nan), ids.masked_fill(is_idle, -1)
@@ -47,6 +47,7 @@ def _logprobs_kernel(
     vocab_size: tl.tensor,
     row_stride: tl.tensor,
     NO_KEY: tl.constexpr,
+    LAST_KEY: tl.constexpr,
     LAST_ID: tl.constexpr,
     CAPACITY: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -74,18 +75,29 @@ def _logprobs_kernel(
     chosen = tl.load(p_chosen + i_row * chosen_stride)
     tl.store(p_values + o_values, tl.load(p_logits + i_row * row_stride + chosen) - log_sum)
     i_place = tl.arange(0, CAPACITY)
-    m_place = i_place < tl.load(p_count + i_row)
+    count = tl.load(p_count + i_row)
+    m_place = i_place < count
     b_ids = tl.load(p_ids + i_row * CAPACITY + i_place, mask=m_place, other=0).to(tl.int64)
     b_logits = tl.load(p_logits + i_row * row_stride + b_ids, mask=m_place, other=0.0)
-    b_keys = tl.where(m_place, (ordered(b_logits).to(tl.int64) << 32) + (LAST_ID - b_ids), NO_KEY)
+    b_keys = tl.where(m_place, keys_of(b_logits, b_ids, LAST_ID), NO_KEY)
+    is_whole = (count <= CAPACITY) & (count >= num_top)
+    last = tl.full([], LAST_KEY, tl.int64)
     for k in range(num_top):
-        best = tl.max(b_keys, axis=0)
-        # behind the last candidate, tokens of no probability follow
-        token = tl.where(best == NO_KEY, 0, LAST_ID - (best & LAST_ID))
-        value = tl.max(tl.where((b_keys == best) & m_place, b_logits, float("-inf")), axis=0)
+        best = tl.max(tl.where(b_keys < last, b_keys, NO_KEY), axis=0)
+        if not is_whole:  # many equal tokens, or few that are possible: all are looked at
+            b_best = tl.full([BLOCK], NO_KEY, tl.int64)
+            for i_first in range(0, vocab_size, BLOCK):
+                i_token = i_first + tl.arange(0, BLOCK)
+                m_token = i_token < vocab_size
+                b_part = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=0.0)
+                b_part_keys = keys_of(b_part, i_token.to(tl.int64), LAST_ID)
+                b_best = tl.maximum(b_best, tl.where(m_token & (b_part_keys < last), b_part_keys, NO_KEY))
+            best = tl.max(b_best, axis=0)
+        bits = (best >> 32).to(tl.int32)
+        value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
         tl.store(p_values + o_values + 1 + k, value - log_sum)
-        tl.store(p_top_ids + o_ids + k, token)
-        b_keys = tl.where(b_keys == best, NO_KEY, b_keys)
+        tl.store(p_top_ids + o_ids + k, LAST_ID - (best & LAST_ID))
+        last = best
     release_next(CHAINED)
 
 
@@ -107,8 +119,8 @@ def top_logprobs_triton(
     found = find_candidates(logits, is_wanted, is_bad, top_k, warm, width)
     _logprobs_kernel[(num_rows,)](
         logits, chosen, wanted, found.highest, found.ids, found.num_found, values, ids,
-        num_top, chosen.stride(0), wanted.stride(0), vocab_size, logits.stride(0),
-        NO_KEY=NO_KEY, LAST_ID=LAST_ID, CAPACITY=found.ids.shape[1], BLOCK=BLOCK,
+        num_top, chosen.stride(0), wanted.stride(0), vocab_size, row_stride(logits),
+        NO_KEY=NO_KEY, LAST_KEY=LAST_KEY, LAST_ID=LAST_ID, CAPACITY=found.ids.shape[1], BLOCK=BLOCK,
         **chained(device), num_warps=8,
     )  # fmt: skip
     return values, ids

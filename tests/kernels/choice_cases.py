@@ -172,6 +172,9 @@ def check_top_logprobs(device: str, num_rows: int, vocab_size: int, num_top: int
     logits = 4 * randn(num_rows, vocab_size + 3)[:, :vocab_size]
     logits[1::3] = logits[1::3].round()
     logits[2::3, ::2] = -INF
+    logits[5::7, 2:] = -INF
+    logits[6::7] = 0.0
+    logits[6::7, -1] = 1.0
     chosen = torch.randint(0, vocab_size, (num_rows,), generator=generator)
     wanted = torch.arange(num_rows) % 4 - 1
     given = logits, _apart(chosen), _apart(wanted), num_top
@@ -295,7 +298,7 @@ def choice_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
     yield check_choose_ranked, (24, 700, 8, "rough", 4)
     for count, num_nodes, vocab_size in ((0, 1, 9), (1, 1, 1), (5, 1, 2050), (9, 4, 333), (3, 7, 64)):
         yield check_penalise_logits, (count, num_nodes, vocab_size)
-    for num_rows, vocab_size, num_top in ((0, 9, 2), (1, 1, 0), (5, 9, 3), (9, 4500, 20), (4, 300, 40)):
+    for num_rows, vocab_size, num_top in ((0, 9, 2), (1, 1, 0), (8, 9, 3), (16, 4500, 20), (4, 300, 40)):
         yield check_top_logprobs, (num_rows, vocab_size, num_top)
     for count, page_size, num_places in ((0, 4, 3), (1, 1, 1), (7, 4, 5), (9, 16, 8)):
         yield check_step_places, (count, page_size, num_places)
