@@ -8,6 +8,7 @@ Legend: S slots (known requests), B requests, N rows of each, R = B * N, V vocab
 from __future__ import annotations
 
 import math
+from typing import NamedTuple
 
 import torch
 
@@ -19,16 +20,27 @@ IN_PROMPT = 1 << 30  # the bit of `seen` beside the count
 SPLIT = 2048  # logits of a program
 
 
-def penalise_logits_reference(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    penalties: torch.Tensor,
-    seen: torch.Tensor | None,
-    drafts: torch.Tensor,
-    ancestors: torch.Tensor | None,
-    masks: torch.Tensor | None,
-) -> torch.Tensor:
+class RowEdits(NamedTuple):
+    """Edits of N rows each of the requests in `slots` int64 `[B]`.
+
+    `penalties` float32 `[S, 3]` holds repetition, frequency and presence. `seen` int32 `[S, V]` counts the
+    tokens of outputs, plus the bit IN_PROMPT for tokens of prompts; None: no penalties. `drafts` int64
+    `[B, N-1]` follow the newest token of each request, and count in the rows behind them. `ancestors` bool
+    `[B, N, N]` marks the ancestors of each node, itself included; node 0 is the newest token; None: a chain.
+    `masks` int32 `[R, W]` has the bits of allowed tokens; None allows all.
+    """
+
+    slots: torch.Tensor
+    penalties: torch.Tensor
+    seen: torch.Tensor | None
+    drafts: torch.Tensor
+    ancestors: torch.Tensor | None = None
+    masks: torch.Tensor | None = None
+
+
+def penalise_logits_reference(logits: torch.Tensor, edits: RowEdits) -> torch.Tensor:
     """The definition; arguments as in `penalise_logits`. It never waits for the device."""
+    slots, penalties, seen, drafts, ancestors, masks = edits
     count, num_nodes, vocab_size = slots.shape[0], 1 + drafts.shape[1], logits.shape[1]
     rows = logits.view(count, num_nodes, vocab_size)
     if seen is not None:
@@ -111,17 +123,10 @@ def _penalise_kernel(
     tl.store(p_out + i_row * vocab_size + i_token, b_logits, mask=m_token)
 
 
-def penalise_logits_triton(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    penalties: torch.Tensor,
-    seen: torch.Tensor | None,
-    drafts: torch.Tensor,
-    ancestors: torch.Tensor | None,
-    masks: torch.Tensor | None,
-) -> torch.Tensor:
+def penalise_logits_triton(logits: torch.Tensor, edits: RowEdits) -> torch.Tensor:
     """Launch; arguments as in `penalise_logits`. Raises ValueError if shapes or dtypes do not fit."""
-    _check(logits, slots, penalties, seen, drafts, ancestors, masks)
+    _check(logits, edits)
+    slots, penalties, seen, drafts, ancestors, masks = edits
     (num_rows, vocab_size), device = logits.shape, logits.device
     out = torch.empty((num_rows, vocab_size), dtype=torch.float32, device=device)
     if num_rows == 0:
@@ -156,15 +161,8 @@ def penalise_logits_triton(
     return out
 
 
-def _check(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    penalties: torch.Tensor,
-    seen: torch.Tensor | None,
-    drafts: torch.Tensor,
-    ancestors: torch.Tensor | None,
-    masks: torch.Tensor | None,
-) -> None:
+def _check(logits: torch.Tensor, edits: RowEdits) -> None:
+    slots, penalties, seen, drafts, ancestors, masks = edits
     count, num_nodes = slots.shape[0], 1 + drafts.shape[-1]
     given = {
         "logits": (logits, torch.float32, (count * num_nodes, logits.shape[-1])),
@@ -185,25 +183,11 @@ def _check(
         raise ValueError("penalise_logits: penalties and seen must be contiguous")
 
 
-def penalise_logits(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    penalties: torch.Tensor,
-    seen: torch.Tensor | None,
-    drafts: torch.Tensor,
-    ancestors: torch.Tensor | None,
-    masks: torch.Tensor | None,
-) -> torch.Tensor:
-    """A copy of `logits` float32 `[R, V]` with the penalties of the requests in `slots` int64 `[B]`.
-
-    `penalties` float32 `[S, 3]` holds repetition, frequency and presence. `seen` int32 `[S, V]` counts the
-    tokens of outputs, plus the bit IN_PROMPT for tokens of prompts; None: no penalties. `drafts` int64
-    `[B, N-1]` follow the newest token of each request, and count in the rows behind them. `ancestors` bool
-    `[B, N, N]` marks the ancestors of each node, itself included; node 0 is the newest token; None: a chain.
-    `masks` int32 `[R, W]` has the bits of allowed tokens; None allows all. Raises ValueError if shapes or
-    dtypes do not fit.
+def penalise_logits(logits: torch.Tensor, edits: RowEdits) -> torch.Tensor:
+    """A copy of `logits` float32 `[R, V]` with penalties and masks. Raises ValueError if shapes or dtypes do
+    not fit.
     """
     if logits.is_cuda:
-        return penalise_logits_triton(logits, slots, penalties, seen, drafts, ancestors, masks)
-    _check(logits, slots, penalties, seen, drafts, ancestors, masks)
-    return penalise_logits_reference(logits, slots, penalties, seen, drafts, ancestors, masks)
+        return penalise_logits_triton(logits, edits)
+    _check(logits, edits)
+    return penalise_logits_reference(logits, edits)

@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...kernels.penalise_logits import IN_PROMPT, penalise_logits, penalise_logits_reference
+from ...kernels.penalise_logits import IN_PROMPT, RowEdits, penalise_logits, penalise_logits_reference
 from ..host_copy import all_to_device, arrays_to_device
 from .choose import row_chunks
 from .params import SamplingParams
@@ -206,7 +206,8 @@ def edit_fixed(
 ) -> torch.Tensor:
     """`edit_logits` with fixed shapes: every request takes every edit."""
     slots, drafts = _followed(logits, slots, drafts)
-    edited = penalise_logits(logits, slots, edits.penalties, edits.seen, drafts, ancestors, masks)
+    each = RowEdits(slots, edits.penalties, edits.seen, drafts, ancestors, masks)
+    edited = penalise_logits(logits, each)
     _add_entries(edited, positions, slots, edits)
     return edited
 
@@ -233,9 +234,8 @@ def edit_exact(
         theirs, rows = slots[some], by_request[some].flatten(0, 1)
         family = None if ancestors is None else ancestors[some]
         bits = None if masks is None else masks.view(count, each, -1)[some].flatten(0, 1)
-        rows = penalise_logits_reference(
-            rows, theirs, edits.penalties, edits.seen, drafts[some], family, bits
-        )
+        part = RowEdits(theirs, edits.penalties, edits.seen, drafts[some], family, bits)
+        rows = penalise_logits_reference(rows, part)
         _add_entries(rows, positions.view(count, each)[some].flatten(), theirs, edits)
         by_request.index_copy_(0, some, rows.view(-1, *by_request.shape[1:]))
     return edited

@@ -23,7 +23,7 @@ from baton.kernels.kv_store import kv_rows, store_kv
 from baton.kernels.look_up_rows import Lookup, look_up_rows
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams
 from baton.kernels.norm_pair import norm_pair
-from baton.kernels.penalise_logits import penalise_logits
+from baton.kernels.penalise_logits import RowEdits, penalise_logits
 from baton.kernels.put_rows import Put, put_rows
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm
 from baton.kernels.rope import apply_rope
@@ -262,7 +262,7 @@ def limited_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
     drafts = torch.empty((rows, 0), dtype=torch.int64, device=device)
     yield Bench(
         f"penalise_logits {rows}x{vocab_size}",
-        lambda: penalise_logits(logits, seeds, penalties, seen, drafts, None, None),
+        lambda: penalise_logits(logits, RowEdits(seeds, penalties, seen, drafts)),
         2 * size(logits) + size(seen),
     )
 

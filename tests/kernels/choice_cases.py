@@ -15,6 +15,7 @@ from baton.kernels.choose_token import choose_token, choose_token_reference, cho
 from baton.kernels.match_ngrams import NgramSizes, match_ngrams, match_ngrams_triton
 from baton.kernels.penalise_logits import (
     IN_PROMPT,
+    RowEdits,
     penalise_logits,
     penalise_logits_reference,
     penalise_logits_triton,
@@ -154,15 +155,15 @@ def check_penalise_logits(device: str, count: int, num_nodes: int, vocab_size: i
     for counts, family, bits in (
         (seen, None, None), (seen, tree, masks), (None, None, masks), (None, None, None),
     ):  # fmt: skip
-        given = (slots, penalties, counts, drafts, family, bits)
-        expected = penalise_logits_reference(logits, *given)
-        on_device = (None if x is None else x.to(device) for x in given)
+        given = RowEdits(slots, penalties, counts, drafts, family, bits)
+        expected = penalise_logits_reference(logits, given)
+        on_device = RowEdits(*(None if x is None else x.to(device) for x in given))
         wide = torch.nn.functional.pad(logits, (0, 5)).to(device)[:, :vocab_size]
-        assert torch.equal(penalise_logits_triton(wide, *on_device).cpu(), expected)
-        assert torch.equal(penalise_logits(logits, *given), expected)
+        assert torch.equal(penalise_logits_triton(wide, on_device).cpu(), expected)
+        assert torch.equal(penalise_logits(logits, given), expected)
     if count and num_nodes > 1:
-        alone = [penalise_logits_reference(logits, slots, penalties, seen, drafts, None, None)]
-        alone.append(penalise_logits_reference(logits, slots, penalties, seen * 0, drafts, None, None))
+        both = [RowEdits(slots, penalties, each, drafts) for each in (seen, seen * 0)]
+        alone = [penalise_logits_reference(logits, each) for each in both]
         assert not torch.equal(*alone)
 
 

@@ -55,7 +55,7 @@ from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.norm_pair import norm_pair, norm_pair_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import MXFP4, PackedMatrices, packed_experts, packed_experts_triton
-from baton.kernels.penalise_logits import penalise_logits, penalise_logits_triton
+from baton.kernels.penalise_logits import RowEdits, penalise_logits, penalise_logits_triton
 from baton.kernels.put_rows import Put, put_rows, put_rows_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
 from baton.kernels.rms_norm import NextNorm, add_rms_norm, rms_norm_triton
@@ -415,7 +415,7 @@ def test_every_kernel_compiles_for_an_h200_and_fits_its_shared_memory(
     choose_ranked_triton(logits, rows, ranking, rows, rows.bool(), 1024)
     penalties, seen, drafts = torch.ones(3, 3), torch.zeros(3, 4096, dtype=torch.int32), rows.new_zeros(3, 0)
     top_logprobs_triton(logits, rows, rows, 20)
-    penalise_logits_triton(logits, rows, penalties, seen, drafts, None, None)
+    penalise_logits_triton(logits, RowEdits(rows, penalties, seen, drafts))
     state, flags = torch.ones(3, 20, dtype=torch.int64), torch.zeros(12, dtype=torch.bool)
     step_places_triton(state, PlaceSizes(4, 4, 4, 16, 1024, 64, 32))
     step_outcome_triton(state, rows, state[:, :4], state[:, :4], rows, flags, flags, rows)
@@ -640,13 +640,13 @@ WORDS, WORDS_DOWN = (
         ("top_logprobs", lambda: top_logprobs(randn(1, 8), ONE, ONE.int(), 2)),
         ("top_logprobs", lambda: top_logprobs(randn(2, 8), ONE, ONE, 2)),
         ("penalise_logits: seen", lambda: penalise_logits(
-            randn(1, 8), ONE, randn(2, 3), ONE.int()[None], ONE[:, None][:, :0], None, None)),
+            randn(1, 8), RowEdits(ONE, randn(2, 3), ONE.int()[None], ONE[:, None][:, :0]))),
         ("penalise_logits: logits", lambda: penalise_logits(
-            randn(1, 8), ONE, randn(2, 3), None, ONE[:, None], None, None)),
+            randn(1, 8), RowEdits(ONE, randn(2, 3), None, ONE[:, None]))),
         ("penalise_logits: penalties", lambda: penalise_logits(
-            randn(1, 8), ONE, randn(2, 2), None, ONE[:, None][:, :0], None, None)),
+            randn(1, 8), RowEdits(ONE, randn(2, 2), None, ONE[:, None][:, :0]))),
         ("contiguous", lambda: penalise_logits(
-            randn(1, 8), ONE, randn(3, 2).T, None, ONE[:, None][:, :0], None, None)),
+            randn(1, 8), RowEdits(ONE, randn(3, 2).T, None, ONE[:, None][:, :0]))),
         ("chain_verify", lambda: chain_verify(TABLE, TABLE[:, :1], ONE)),
         ("match_ngrams", lambda: match_ngrams(TABLE, ONE, ONE, NgramSizes(1, 1, 1))),
         ("match_ngrams", lambda: match_ngrams(torch.ones(2, 4).int(), ONE, ONE, NgramSizes(2, 4, 1))),
