@@ -136,6 +136,19 @@ def _ordered(b_logits: tl.tensor) -> tl.tensor:
 
 
 @jit
+def logits_of(b_ordered: tl.tensor) -> tl.tensor:
+    """The logits of which `_ordered` has the bits."""
+    b_bits = tl.where(b_ordered < 0, b_ordered ^ 0x7FFFFFFF, b_ordered)
+    return b_bits.to(tl.float32, bitcast=True)
+
+
+@jit
+def _mean(low: tl.tensor, high: tl.tensor) -> tl.tensor:
+    """Rounded up, without an overflow."""
+    return (low | high) - ((low ^ high) >> 1)
+
+
+@jit
 def keys_of(b_logits: tl.tensor, b_ids: tl.tensor, LAST_ID: tl.constexpr) -> tl.tensor:
     """int64 numbers in the order of the logits, of equal ones in the falling order of `b_ids` int64."""
     return (_ordered(b_logits).to(tl.int64) << 32) + (LAST_ID - b_ids)
@@ -212,14 +225,13 @@ def _cut_kernel(
     highest = tl.max(b_groups, axis=0)
     low, high = tl.maximum(tl.min(b_groups, axis=0), NO_LOGIT + 1), highest  # no candidate is -inf
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up
+        middle = _mean(low, high)
         count = tl.sum((b_groups >= middle).to(tl.int32), axis=0)
         low = tl.where(count >= needed, middle, low)
         high = tl.where(count == needed, middle, tl.where(count > needed, high, middle - 1))
     release_next(CHAINED)
     tl.store(p_cut + i_row, low)
-    b_bits = tl.where(highest < 0, highest ^ 0x7FFFFFFF, highest)
-    tl.store(p_highest + i_row, b_bits.to(tl.float32, bitcast=True))
+    tl.store(p_highest + i_row, logits_of(highest))
 
 
 @jit_varying("rows_each", "top_k_stride", "temperature_stride", "p_top_k", "p_temperature")
@@ -275,7 +287,7 @@ def _last_kept(
     """
     low, high = tl.full([], NO_KEY + 1, tl.int64), tl.max(b_keys, axis=0)
     while low < high:
-        middle = (low | high) - ((low ^ high) >> 1)  # their mean, rounded up
+        middle = _mean(low, high)
         b_above = b_keys >= middle
         is_enough = tl.sum(tl.where(b_above, b_worth, 0), axis=0).to(tl.float64) >= needed
         # the next key on the side of the answer, so that no step is lost where no keys are; ~ turns the order

@@ -13,7 +13,16 @@ import math
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .choose_ranked import LAST_ID, LAST_KEY, NO_KEY, find_candidates, keys_of, ranked_ids, row_stride
+from .choose_ranked import (
+    LAST_ID,
+    LAST_KEY,
+    NO_KEY,
+    find_candidates,
+    keys_of,
+    logits_of,
+    ranked_ids,
+    row_stride,
+)
 from .triton_jit import jit_varying, next_power_of_2, tl
 
 WIDTH = 32  # candidates, if no row asks for more
@@ -93,9 +102,7 @@ def _logprobs_kernel(
                 b_part_keys = keys_of(b_part, i_token.to(tl.int64), LAST_ID)
                 b_best = tl.maximum(b_best, tl.where(m_token & (b_part_keys < last), b_part_keys, NO_KEY))
             best = tl.max(b_best, axis=0)
-        bits = (best >> 32).to(tl.int32)
-        value = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits).to(tl.float32, bitcast=True)
-        tl.store(p_values + o_values + 1 + k, value - log_sum)
+        tl.store(p_values + o_values + 1 + k, logits_of((best >> 32).to(tl.int32)) - log_sum)
         tl.store(p_top_ids + o_ids + k, LAST_ID - (best & LAST_ID))
         last = best
     release_next(CHAINED)

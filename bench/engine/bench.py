@@ -19,7 +19,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -43,16 +42,10 @@ PROG = "baton bench engine"
 WARM_UPS = 3
 ADAPTIVE_WARM_UPS = 60  # steps until the policy knows the acceptance
 TOP_KERNELS = 12
-SAMPLING: dict[str, Callable[[str], Any]] = {  # fields of SamplingParams that a step's work depends on
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "min_p": float,
-    "repetition_penalty": float,
-    "frequency_penalty": float,
-    "presence_penalty": float,
-    "logprobs": int,
-}
+SAMPLING = (  # fields of SamplingParams that a step's work depends on
+    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
+    "logprobs",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,7 +363,7 @@ def _sampling(text: str) -> SamplingParams:
     made = SamplingParams()
     for name, value in given.items():
         try:
-            made = replace(made, **{name: SAMPLING[name](value)})
+            made = replace(made, **{name: type(getattr(made, name))(value)})
             validate_params(made, 1)
         except ValueError as error:
             raise argparse.ArgumentTypeError(f"{name}={value}: {error}") from None

@@ -384,7 +384,6 @@ class Rig:
         drafting.capture_steps(self._steps[True], sizes=sizes)
         if settings.is_adaptive:
             self._costs = drafting.measure_steps(self._steps[True])
-            self.runner.pool.lend(self.runner.pool.num_lendable)  # the measurement took them back
         logger.info("captured all graphs in %.1f s", time.perf_counter() - began)
         return graphs
 

@@ -54,6 +54,7 @@ class TrialRequests:
         self._step = step
         self._late = late
         self._joining = self._made(count)
+        self._num_lent_before = step.runner.pool.num_lent
         step.runner.pool.lend(self._joining[-1].pages[-1])
         self.slots = tuple(step.state.open() for _ in self._joining)
         step.state.write(self.slots, self._joining)
@@ -98,7 +99,7 @@ class TrialRequests:
                 drafter.close(each.draft_row)
         for kv in self.pages(len(self.slots)):
             kv.zero_()
-        self._step.runner.pool.lend(0)
+        self._step.runner.pool.lend(self._num_lent_before)
         for values in (*(() if drafter is None else drafter.anchors), *self._late_anchors()):
             values.zero_()
 

@@ -46,6 +46,7 @@ class KVPool:
     ) -> None:
         _check_sizes(num_pages=num_pages, page_size=layout.page_size)
         self.num_pages = num_pages
+        self.num_lent = 0
         self.layout = layout
         self.row_dtype = layout.dtype if row_dtype is None else row_dtype
         if self.row_dtype == FP8:
@@ -82,9 +83,10 @@ class KVPool:
     def lend(self, count: int) -> None:
         """Gives the first `count` pages behind the sink memory for all layers, before the engine serves.
 
-        0 takes it back.
+        0 takes it back. `num_lent` keeps the count.
         """
         assert 0 <= count <= self.num_lendable, (count, self)
+        self.num_lent = count
 
     def memory_of(self, end: int) -> list[torch.Tensor]:
         """The memory of pages [1, end) that were lent, page by page."""

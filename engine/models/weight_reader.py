@@ -192,8 +192,8 @@ def reads_of(pieces: Iterable[Piece]) -> list[Read]:
 def _joins(read: Sequence[Piece], piece: Piece) -> bool:
     """Whether `piece` is read with the pieces of `read`, and can be seen as its dtype behind them."""
     first, last = read[0], read[-1]
-    is_near = last.path == piece.path and 0 <= piece.first - last.end <= MAX_GAP
-    is_near = is_near and last.target.device == piece.target.device
+    is_alike = (last.path, last.target.device) == (piece.path, piece.target.device)
+    is_near = is_alike and 0 <= piece.first - last.end <= MAX_GAP
     is_one = all(each.is_staged and not each.stride for each in (last, piece))
     fits = piece.end - first.first <= PIECE_BYTES
     return is_near and is_one and fits and (piece.first - first.first) % piece.dtype.itemsize == 0

@@ -4,8 +4,7 @@ The reference runs the layers of `transformers` behind the target's over all row
 """
 
 import json
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from baton.tests.parity.eagle3_engine import record_drafts
 from baton.tests.parity.graph_engine import arena, with_graphs
 from baton.tests.parity.mtp_toys import MtpEngine
 from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
+from baton.tests.parity.tensor_memory import memory
 from baton.tests.parity.toy_engine import random_ids
 from baton.tests.parity.toy_models import reference_greedy, reference_model
 from safetensors.torch import load_file, save_file
@@ -119,14 +119,6 @@ def test_parameters_are_the_memory_of_all_tensors_with_experts_as_one(toy: Toy):
         assert memory(module.tensors()).items() <= memory(parameters).items()
         assert any(".experts.0." in name for name, _ in module.tensors())
     assert not any(".experts.0." in name for name, _ in parameters)
-
-
-def memory(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, int]:
-    """The bytes of each storage that the tensors see, by its address."""
-    seen: Counter[int] = Counter()
-    for _, tensor in named:
-        seen[tensor.untyped_storage().data_ptr()] += tensor.nbytes
-    return dict(seen)
 
 
 def test_tokens_are_those_of_transformers_eagerly_and_in_graphs(toy: Toy):

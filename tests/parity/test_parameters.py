@@ -1,6 +1,6 @@
 """The parameters of a model are the memory of all its tensors, the experts of a layer as one."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,16 +10,8 @@ from baton.engine.models.interface import CausalLM
 from baton.engine.models.moe import MixtureOfExperts
 from baton.engine.models.weights import load_model
 from baton.tests.parity.quant_toys import EXPERTS, SHAPE, write_quantised
+from baton.tests.parity.tensor_memory import memory
 from baton.tests.parity.toy_models import FAMILIES
-
-
-def memory(named: Iterable[tuple[str, torch.Tensor]]) -> dict[int, int]:
-    """The bytes of each storage that the tensors see, by its address."""
-    seen: dict[int, int] = {}
-    for _, tensor in named:
-        at = tensor.untyped_storage().data_ptr()
-        seen[at] = seen.get(at, 0) + tensor.nbytes
-    return seen
 
 
 def model_of(path: Path) -> CausalLM:
