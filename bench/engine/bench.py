@@ -29,7 +29,7 @@ from ...engine.models.registry import JOIN_NAMES, Joins, named_joins
 from ...engine.parallel.group import SOLO, TensorGroup
 from ...engine.sampling.params import SamplingParams, validate_params
 from ...kernels.chained_launch import unchained_launches
-from ..arguments import at_least
+from ..arguments import SAMPLING, at_least, sampling
 from .drafters import ALL, DRAFTERS, named_drafters
 from .floors import UNKNOWN, Ceilings, PassCounts, Work, measure_ceilings
 from .ranks import rank_0, rank_device
@@ -42,10 +42,7 @@ PROG = "baton bench engine"
 WARM_UPS = 3
 ADAPTIVE_WARM_UPS = 60  # steps until the policy knows the acceptance
 TOP_KERNELS = 12
-SAMPLING = (  # fields of SamplingParams that a step's work depends on
-    "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty",
-    "logprobs",
-)  # fmt: skip
+MEASURED_SAMPLING = SAMPLING | {"logprobs": int}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -326,7 +323,8 @@ def parser() -> argparse.ArgumentParser:
         type=_sampling,
         default=SamplingParams(temperature=0.0),
         metavar="NAME=VALUE[,NAME=VALUE...]",
-        help=f"how requests choose their tokens, of {', '.join(SAMPLING)} (default: the likeliest token)",
+        help=f"how requests choose their tokens, of {', '.join(MEASURED_SAMPLING)} "
+        "(default: the likeliest token)",
     )
     add("--page-size", type=at_least(1), default=16, help="tokens of a KV page (default 16)")
     add("--graphs", choices=("both", "on", "off"), default="both", help="default both")
@@ -357,16 +355,11 @@ def _joins(text: str) -> Joins:
 
 
 def _sampling(text: str) -> SamplingParams:
-    given = dict(part.partition("=")[::2] for part in text.split(","))
-    if unknown := sorted(given.keys() - set(SAMPLING)):
-        raise argparse.ArgumentTypeError(f"no setting {', '.join(unknown)}; there are {', '.join(SAMPLING)}")
-    made = SamplingParams()
-    for name, value in given.items():
-        try:
-            made = replace(made, **{name: type(getattr(made, name))(value)})
-            validate_params(made, 1)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(f"{name}={value}: {error}") from None
+    made = SamplingParams(**sampling(MEASURED_SAMPLING)(text))  # type: ignore[arg-type]  # names are its fields
+    try:
+        validate_params(made, 1)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text}: {error}") from None
     return made
 
 

@@ -3,12 +3,13 @@
 import argparse
 from collections.abc import Sequence
 
-from ..arguments import at_least
+from ..arguments import SAMPLING, at_least, sampling
 from .prompts import MOST_LENGTH
 
 PROG = "baton bench serve"
 ROUNDS = 3
 INPUT, OUTPUT = (512, 512), (128, 128)
+PLAIN_SAMPLING = {"temperature", "top_p", "frequency_penalty", "presence_penalty"}  # fields of OpenAI
 
 
 def parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -34,6 +35,8 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.error("--take-turns needs --requests, which says how many conversations there are")
     if options.own_answers and (not options.workload or options.plain):
         parser.error("--own-answers is for the conversations of --workload, and needs token ids: no --plain")
+    if options.plain and (foreign := sorted(options.sampling.keys() - PLAIN_SAMPLING)):
+        parser.error(f"--plain sends OpenAI's fields alone; leave {', '.join(foreign)} out of --sampling")
     if options.context and not options.workload:
         parser.error("--context cuts the requests of --workload; use --input and --output instead")
     if options.workload and (options.input or options.output or options.shared_prefix):
@@ -147,7 +150,21 @@ def _add_questions(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="later turns of a conversation repeat the server's answers, not random tokens",
     )
-    parser.add_argument("--temperature", type=_positive_or_zero, default=0.0, help="of sampling (0)")
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--sampling",
+        type=sampling(SAMPLING),
+        default={"temperature": 0.0},
+        metavar="NAME=VALUE[,NAME=VALUE...]",
+        help=f"what requests say of {', '.join(SAMPLING)} (temperature=0)",
+    )
+    chosen.add_argument(
+        "--temperature",
+        type=_temperature,
+        dest="sampling",
+        default=argparse.SUPPRESS,
+        help="short for --sampling temperature=TEMPERATURE",
+    )
     parser.add_argument(
         "--plain", action="store_true", help="send OpenAI's fields alone: no ignore_eos, no token ids"
     )
@@ -191,8 +208,8 @@ def _positive(text: str) -> float:
     return value
 
 
-def _positive_or_zero(text: str) -> float:
-    return 0.0 if _number(text) == 0 else _positive(text)
+def _temperature(text: str) -> dict[str, float]:
+    return {"temperature": 0.0 if _number(text) == 0 else _positive(text)}
 
 
 def _number(text: str) -> float:

@@ -203,7 +203,7 @@ async def plan_of(options: argparse.Namespace, client: LoadClient) -> LoadPlan:
     Raises ConfigError for a wrong option, BatonError when the endpoint names no model.
     """
     questions = questions_of(options)(random.Random(options.seed))
-    common = {"temperature": options.temperature} | ({} if options.plain else EXTENSIONS)
+    common = options.sampling | ({} if options.plain else EXTENSIONS)
     if options.prompts and not options.plain:
         common = common | {"ignore_eos": False}
     return LoadPlan(

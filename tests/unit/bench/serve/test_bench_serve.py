@@ -8,8 +8,9 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from baton.bench.arguments import SAMPLING
 from baton.bench.serve.arguments import parse
-from baton.bench.serve.bench import model_of
+from baton.bench.serve.bench import model_of, plan_of
 from baton.bench.serve.client import LoadClient, TimedCall, endpoint_of
 from baton.bench.serve.figures import Goals, figures_of, percentile, spread, ttft_ms
 from baton.bench.serve.load import Bound, Level, Run
@@ -206,13 +207,37 @@ def test_a_line_that_is_no_prompt_is_named(tmp_path, line):
         ["--rate", "0"], ["--rate", "x"], ["--rate", "1", "--concurrency", "2"], ["--input", "9-3"],
         ["--input", "0"],
         ["--output", "a"], ["--requests", "0"], ["--shared-prefix", "512"], ["--slo-ttft", "-1"],
-        ["--temperature", "nan"], ["--own-answers"], ["--own-answers", "--workload", "chat", "--plain"],
+        ["--temperature", "nan"], ["--sampling", "top_p=nan"], ["--sampling", "top_k=0.5"],
+        ["--sampling", "warmth=1"], ["--sampling", "top_p"], ["--sampling", ""],
+        ["--sampling", "top_k=20,temperature=1", "--plain"], ["--sampling", "top_p=1", "--temperature", "1"],
+        ["--own-answers"], ["--own-answers", "--workload", "chat", "--plain"],
     ],
 )  # fmt: skip
 def test_an_invalid_option_is_refused(argv, capsys):
     with pytest.raises(SystemExit, match="2"):
         parse(argv)
     assert "error" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "sent"),
+    [
+        ([], {"temperature": 0}),
+        (["--temperature", "0.5"], {"temperature": 0.5}),
+        (["--sampling", "top_k=20,top_p=0.8,repetition_penalty=1.05"],
+         {"top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05}),
+        (["--plain", "--sampling", "temperature=1,top_p=0.9"], {"temperature": 1, "top_p": 0.9}),
+    ],
+)  # fmt: skip
+def test_requests_carry_the_sampling_that_was_named_and_no_other(argv, sent):
+    async def main():
+        clock = asyncio.get_running_loop().time
+        client = LoadClient(endpoint_of("http://x:1"), clock, connect=Scripted().connect)
+        return await plan_of(parse([*argv, "--model", "m"]), client)
+
+    common = run(main()).common
+    assert {name: value for name, value in common.items() if name in SAMPLING} == sent
+    assert ("ignore_eos" in common) == ("--plain" not in argv)
 
 
 @pytest.mark.parametrize("url", ["x", "ftp://a", "http://", "http://a:b", "http://[1"])
