@@ -20,7 +20,7 @@ from typing import TypeVar
 
 from ..kernels.invariant_splits import MAX_PARTIAL_BYTES, num_splits, partial_bytes
 from .errors import CheckpointError
-from .graphs.buckets import batch_buckets, ranked, sparse
+from .graphs.buckets import batch_buckets, with_middles
 from .kv.budget import WINDOW_SLACK, PageBudget, WindowBudget
 from .kv.window_sizes import CHUNK_SHARE, chunk_of
 from .prompt_budget import BUFFER_CAPABILITY, WHOLE_PROMPT_ROWS, alone_tokens, buffer_rows, graph_tokens
@@ -257,7 +257,7 @@ def workspace_of(
     steps = rows * (row + LOGIT_COPIES * logits)
     edits = (max_running + 1) * logits  # token counts for penalties
     buckets = batch_buckets(max_running)
-    graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + len(ranked(buckets)) + len(sparse(buckets)))
+    graphs = GRAPH_BYTES * role.num_shapes * (len(buckets) + 2 * len(with_middles(buckets)))
     prompt_graphs = graphed * graph_row if role.is_aggregated else 0
     feature_row = role.num_features * model.hidden_size * model.dtype_bytes
     late = 2 * (max_running + 1) * role.late_rows * feature_row  # kept, and gathered for the drafter

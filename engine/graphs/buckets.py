@@ -39,7 +39,7 @@ def sparse(buckets: Sequence[int]) -> tuple[int, ...]:
     return tuple(size for size in buckets if size & (size - 1) == 0 or size == buckets[-1])
 
 
-def ranked(buckets: Sequence[int]) -> tuple[int, ...]:
+def with_middles(buckets: Sequence[int]) -> tuple[int, ...]:
     """`sparse(buckets)`, and from 16 on the middles between powers of two, ascending.
 
     At most a third of a large batch is padding.

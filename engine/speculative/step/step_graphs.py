@@ -17,7 +17,7 @@ import torch
 
 from ...graphs.breakable import Breaks
 from ...graphs.bucketed_graphs import EAGER, BatchShape, GraphFamily, GraphLimits
-from ...graphs.buckets import bucket_for, ranked, sparse
+from ...graphs.buckets import bucket_for, sparse, with_middles
 from ...graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from ...host_copy import to_device
 from ...parallel.group import SOLO, TensorGroup
@@ -93,8 +93,8 @@ class StepGraphs:
         self._frozen: dict[bool, tuple[torch.Tensor, ...]] = {}
 
     def capture(self, graphs: GraphPool, buckets: Sequence[int]) -> None:
-        """Captures a graph of each kind and bucket; of ranked kinds for fewer of the buckets, of edited ones
-        for powers of two only, as of all kinds where ranks agree on sizes.
+        """Captures a graph of each kind and bucket; of ranked and edited kinds for fewer of the buckets, and
+        for powers of two only where ranks agree on sizes.
         """
         state, drafter = self.step.state, self.step.drafter
         if any(kind.is_edited for kind in self.kinds):
@@ -108,10 +108,10 @@ class StepGraphs:
                 is_by_token=False, rows=kind.shape.num_nodes, hidden=captured_mode(self.step.runner.model)
             )
             sizes = buckets
-            if kind.is_edited or self.has_common_sizes:
+            if self.has_common_sizes:
                 sizes = sparse(buckets)
-            elif kind.is_ranked:
-                sizes = ranked(buckets)
+            elif kind.is_ranked or kind.is_edited:
+                sizes = with_middles(buckets)
             family: GraphFamily[StepContext, torch.Tensor] = GraphFamily(
                 graphs, graph_kind_of(kind), sizes, limits
             )

@@ -7,7 +7,7 @@ import torch
 from baton.decode.accept_monitor import AcceptCanary
 from baton.engine.graphs.breakable import ReplayContext
 from baton.engine.graphs.bucketed_graphs import BatchShape, GraphFamily, GraphLimits, PathDecision
-from baton.engine.graphs.buckets import batch_buckets, bucket_for, ranked, sparse, token_buckets
+from baton.engine.graphs.buckets import batch_buckets, bucket_for, sparse, token_buckets, with_middles
 from baton.engine.graphs.errors import GraphError
 from baton.engine.graphs.graph_pool import FallbackReason, GraphKind, GraphPool
 from baton.engine.graphs.static import load_rows
@@ -44,9 +44,9 @@ def test_batch_buckets(most, expected):
 
 
 @pytest.mark.parametrize("most", [1, 3, 16, 24, 50, 128, 200, 256])
-def test_ranked_steps_pad_at_most_a_third_with_few_sizes(most):
+def test_sampled_steps_pad_at_most_a_third_with_few_sizes(most):
     buckets = batch_buckets(most)
-    few, fewest = ranked(buckets), sparse(buckets)
+    few, fewest = with_middles(buckets), sparse(buckets)
     assert {*fewest} <= {*few} <= {*buckets}
     assert len(few) <= len(fewest) + 4
     for count in range(1, most + 1):
