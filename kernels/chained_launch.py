@@ -23,6 +23,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import cache
 
 import torch
 
@@ -56,6 +57,7 @@ def release_next(CHAINED: tl.constexpr) -> None:
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@cache  # torch takes 10 us to say it again, before each launch
 def has_chained_launches(device: torch.device) -> bool:
     """Whether kernels on `device` can be launched while the one before ends."""
     return (

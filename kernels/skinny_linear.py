@@ -11,6 +11,7 @@ Legend: T rows, N outputs, H inputs.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -193,6 +194,7 @@ def _check(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, is_
         raise ValueError(f"gated_linear: {weight.shape[0]} outputs are odd; gate and up must be equally wide")
 
 
+@cache  # torch takes several us to say it again, before each launch
 def shared_bytes(device: torch.device) -> int:
     """Shared memory in bytes that one program may use on CUDA `device`; 0 if torch does not know."""
     return int(getattr(torch.cuda.get_device_properties(device), "shared_memory_per_block_optin", 0))
