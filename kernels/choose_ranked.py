@@ -24,10 +24,10 @@ from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 # Probabilities relative to the likeliest token, in units of 2**-40: the sum over 2**20 tokens stays below
 # 2**60.
 MASS_ONE = float(1 << 40)
-GROUPS_EACH = 4  # groups for each candidate that is asked for; as many candidates have a place
-BLOCK_GROUPS, TALL = 64, 16  # groups of a program, and tokens of each that it reads at once, at least
-MAX_TILE = 16384  # tokens of all groups that are read at once where groups are few
-SPLIT = 2048  # logits of a program that looks for candidates
+PLACES_EACH = 4  # places, and groups, for each candidate that is asked for
+MIN_GROUPS = 1024  # for programs of several blocks of groups
+BLOCK_GROUPS, MAX_TALL = 128, 16  # groups of a program, and tokens of each that it reads at once, at most
+FEW = 256  # candidates of a row for which a program of few registers is enough
 NO_LOGIT = -2139095041  # the ordered bits of -inf
 NO_KEY, LAST_KEY, LAST_ID = -(1 << 63), (1 << 63) - 1, (1 << 32) - 1
 
@@ -241,6 +241,7 @@ def _candidates_kernel(
     p_is_bad: tl.tensor,
     p_top_k: tl.tensor,
     p_temperature: tl.tensor,
+    p_groups: tl.tensor,
     p_cut: tl.tensor,
     p_highest: tl.tensor,
     p_ids: tl.tensor,
@@ -252,29 +253,44 @@ def _candidates_kernel(
     vocab_size: tl.tensor,
     row_stride: tl.tensor,
     MASS_ONE: tl.constexpr,
+    GROUPS: tl.constexpr,
     CAPACITY: tl.constexpr,
-    SPLIT: tl.constexpr,
+    TALL: tl.constexpr,
+    BLOCK: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    # program (row, split): lists the candidates, in no order, and sums the mass of all tokens without a top-k
+    # program (row, block of groups): lists the candidates, in no order, and sums the mass of all tokens
+    # without a top-k; with one, only the groups that reach the cut are read again
     wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     if _is_idle(p_is_ranked, p_is_bad, i_row, rows_each):
         return
     i_knob = i_row // rows_each
-    i_token = tl.program_id(1) * SPLIT + tl.arange(0, SPLIT)
-    m_token = i_token < vocab_size
-    b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=float("-inf"))
-    m_found = (_ordered(b_logits) >= tl.load(p_cut + i_row)) & m_token
-    count = tl.sum(m_found.to(tl.int32), axis=0)
-    if count > 0:
-        first = tl.atomic_add(p_count + i_row, count)
-        i_place = first + tl.cumsum(m_found.to(tl.int32), axis=0) - 1
-        tl.store(p_ids + i_row * CAPACITY + i_place, i_token, mask=m_found & (i_place < CAPACITY))
-    if tl.load(p_top_k + i_knob * top_k_stride) >= vocab_size:
-        b_scaled = b_logits.to(tl.float64) - tl.load(p_highest + i_row).to(tl.float64)
-        b_scaled = b_scaled / tl.load(p_temperature + i_knob * temperature_stride)
-        tl.atomic_add(p_total + i_row, tl.sum((tl.exp(b_scaled) * MASS_ONE).to(tl.int64), axis=0))
+    i_group = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    cut = tl.load(p_cut + i_row)
+    m_group = tl.load(p_groups + i_row * GROUPS + i_group) >= cut
+    is_free = tl.load(p_top_k + i_knob * top_k_stride) >= vocab_size
+    if (tl.max(m_group.to(tl.int32), axis=0) == 0) & (not is_free):
+        return
+    highest = tl.load(p_highest + i_row).to(tl.float64)
+    temperature = tl.load(p_temperature + i_knob * temperature_stride)
+    mass = tl.zeros([], tl.int64)
+    for i_first in range(0, vocab_size, TALL * GROUPS):
+        i_token = i_first + tl.arange(0, TALL)[:, None] * GROUPS + i_group[None, :]
+        m_token = tl.reshape((i_token < vocab_size) & (m_group[None, :] | is_free), [TALL * BLOCK])
+        i_token = tl.reshape(i_token, [TALL * BLOCK])
+        b_logits = tl.load(p_logits + i_row * row_stride + i_token, mask=m_token, other=float("-inf"))
+        m_found = m_token & (_ordered(b_logits) >= cut)
+        count = tl.sum(m_found.to(tl.int32), axis=0)
+        if count > 0:
+            first = tl.atomic_add(p_count + i_row, count)
+            i_place = first + tl.cumsum(m_found.to(tl.int32), axis=0) - 1
+            tl.store(p_ids + i_row * CAPACITY + i_place, i_token, mask=m_found & (i_place < CAPACITY))
+        if is_free:
+            b_scaled = (b_logits.to(tl.float64) - highest) / temperature
+            mass += tl.sum((tl.exp(b_scaled) * MASS_ONE).to(tl.int64), axis=0)
+    if is_free:
+        tl.atomic_add(p_total + i_row, mass)
     release_next(CHAINED)
 
 
@@ -335,18 +351,23 @@ def _draw_kernel(
     NO_KEY: tl.constexpr,
     LAST_KEY: tl.constexpr,
     LAST_ID: tl.constexpr,
+    ABOVE: tl.constexpr,
+    PLACES: tl.constexpr,
     CAPACITY: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    # program (row): cuts the candidates by top-k, top-p and min-p, and takes the best score of the rest
+    # program (row): cuts the candidates by top-k, top-p and min-p, and takes the best score of the rest; rows
+    # with more candidates than ABOVE that have one of PLACES, or with any number where these are all
     wait_for_previous(CHAINED)
     i_row = tl.program_id(0).to(tl.int64)
     if _is_idle(p_is_ranked, p_is_bad, i_row, rows_each):
         tl.store(p_is_unseen + i_row, tl.zeros([], tl.int8))
         return
-    i_knob = i_row // rows_each
     count = tl.load(p_count + i_row)
-    i_place = tl.arange(0, CAPACITY)
+    if (count <= ABOVE) | ((count > PLACES) & (PLACES < CAPACITY)):
+        return
+    i_knob = i_row // rows_each
+    i_place = tl.arange(0, PLACES)
     m_place = i_place < count
     b_ids = tl.load(p_ids + i_row * CAPACITY + i_place, mask=m_place, other=0).to(tl.int64)
     b_logits = tl.load(p_logits + i_row * row_stride + b_ids, mask=m_place, other=0.0)
@@ -409,26 +430,31 @@ def find_candidates(
     """
     (num_rows, vocab_size), device = logits.shape, logits.device
     width = min(width, vocab_size)
-    groups = GROUPS_EACH * next_power_of_2(width)
-    found, ids = (torch.empty((num_rows, groups), dtype=torch.int32, device=device) for _ in range(2))
+    capacity = PLACES_EACH * next_power_of_2(width)
+    groups = max(MIN_GROUPS, capacity)
+    tall = min(MAX_TALL, next_power_of_2(cdiv(vocab_size, groups)))
+    found, ids = (
+        torch.empty((num_rows, places), dtype=torch.int32, device=device) for places in (groups, capacity)
+    )
     cut, count = (torch.empty(num_rows, dtype=torch.int32, device=device) for _ in range(2))
     highest = torch.empty(num_rows, dtype=torch.float32, device=device)
     total = torch.empty(num_rows, dtype=torch.int64, device=device)
     active = is_ranked.contiguous().view(torch.uint8), is_bad.contiguous().view(torch.uint8)
     each, sizes, chain = num_rows // is_ranked.shape[0], (vocab_size, row_stride(logits)), chained(device)
-    block, tall = min(BLOCK_GROUPS, groups), max(TALL, MAX_TILE // groups)
-    _group_highest_kernel[(num_rows, groups // block)](
+    grid = (num_rows, groups // BLOCK_GROUPS)
+    _group_highest_kernel[grid](
         logits, *active, found, count, total, each, *sizes,
-        GROUPS=groups, NO_LOGIT=NO_LOGIT, TALL=tall, BLOCK=block, **chain, num_warps=4,
+        GROUPS=groups, NO_LOGIT=NO_LOGIT, TALL=tall, BLOCK=BLOCK_GROUPS, **chain, num_warps=4,
     )  # fmt: skip
     _cut_kernel[(num_rows,)](
         found, *active, top_k, cut, highest, each, top_k.stride(0), width,
         GROUPS=groups, NO_LOGIT=NO_LOGIT, **chain, num_warps=8,
     )  # fmt: skip
-    _candidates_kernel[(num_rows, cdiv(vocab_size, SPLIT))](
-        logits, *active, top_k, temperature, cut, highest, ids, count, total,
+    _candidates_kernel[grid](
+        logits, *active, top_k, temperature, found, cut, highest, ids, count, total,
         each, top_k.stride(0), temperature.stride(0), *sizes,
-        MASS_ONE=MASS_ONE, CAPACITY=groups, SPLIT=SPLIT, **chain, num_warps=4,
+        MASS_ONE=MASS_ONE, GROUPS=groups, CAPACITY=capacity, TALL=tall, BLOCK=BLOCK_GROUPS,
+        **chain, num_warps=8,
     )  # fmt: skip
     return Candidates(highest, ids, count, total)
 
@@ -459,16 +485,19 @@ def choose_ranked_triton(
     logits, width = logits if logits.stride(1) == 1 else logits.contiguous(), min(width, vocab_size)
     seeds, temperature, top_k, top_p, min_p, is_ranked = ranking
     found = find_candidates(logits, is_ranked, is_bad, top_k, temperature, width)
-    _draw_kernel[(num_rows,)](
-        logits, is_ranked.contiguous().view(torch.uint8), is_bad.contiguous().view(torch.uint8),
-        seeds, positions, temperature, top_k, top_p, min_p,
-        found.highest, found.ids, found.num_found, found.total, tokens, is_unseen.view(torch.uint8),
-        num_rows // seeds.shape[0], seeds.stride(0), positions.stride(0), temperature.stride(0),
-        top_k.stride(0), top_p.stride(0), min_p.stride(0), width, vocab_size, row_stride(logits),
-        GAMMA=GAMMA, MIX_1=MIX_1, MIX_2=MIX_2, MASS_ONE=MASS_ONE,
-        NO_KEY=NO_KEY, LAST_KEY=LAST_KEY, LAST_ID=LAST_ID, CAPACITY=found.ids.shape[1],
-        **chained(device), num_warps=16,
-    )  # fmt: skip
+    capacity = found.ids.shape[1]
+    few = min(FEW, capacity)
+    for above, places, warps in ((-1, few, 4), (few, capacity, 16))[: 1 + (few < capacity)]:
+        _draw_kernel[(num_rows,)](
+            logits, is_ranked.contiguous().view(torch.uint8), is_bad.contiguous().view(torch.uint8),
+            seeds, positions, temperature, top_k, top_p, min_p,
+            found.highest, found.ids, found.num_found, found.total, tokens, is_unseen.view(torch.uint8),
+            num_rows // seeds.shape[0], seeds.stride(0), positions.stride(0), temperature.stride(0),
+            top_k.stride(0), top_p.stride(0), min_p.stride(0), width, vocab_size, row_stride(logits),
+            GAMMA=GAMMA, MIX_1=MIX_1, MIX_2=MIX_2, MASS_ONE=MASS_ONE,
+            NO_KEY=NO_KEY, LAST_KEY=LAST_KEY, LAST_ID=LAST_ID,
+            ABOVE=above, PLACES=places, CAPACITY=capacity, **chained(device), num_warps=warps,
+        )  # fmt: skip
     return tokens, is_unseen
 
 

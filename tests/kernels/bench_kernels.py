@@ -258,11 +258,12 @@ def limited_benches(rows: int, vocab_size: int, device: str) -> Iterator[Bench]:
             size(logits),
         )
     seen = torch.zeros((rows, vocab_size), dtype=torch.int32, device=device)
+    slots = torch.arange(rows, device=device)
     penalties = torch.full((rows, 3), 1.05, device=device)
     drafts = torch.empty((rows, 0), dtype=torch.int64, device=device)
     yield Bench(
         f"penalise_logits {rows}x{vocab_size}",
-        lambda: penalise_logits(logits, RowEdits(seeds, penalties, seen, drafts)),
+        lambda: penalise_logits(logits, RowEdits(slots, penalties, seen, drafts)),
         2 * size(logits) + size(seen),
     )
 

@@ -1,11 +1,13 @@
 """Kernels around the forwards of a step and the choice of tokens: bitwise equal to their definitions."""
 
+import math
 import random
 from collections.abc import Callable, Iterator
 
 import torch
 from baton.kernels.chain_verify import chain_verify, chain_verify_triton
 from baton.kernels.choose_ranked import (
+    FEW,
     Ranking,
     choose_ranked,
     choose_ranked_reference,
@@ -94,6 +96,7 @@ def check_choose_ranked(
         min_p=_apart(_reals(rng, [0.0, 0.0, 0.02, 1.0], count)),
         is_ranked=torch.tensor([row % 5 != 3 for row in range(count)], dtype=torch.bool),
     )
+    ranking.is_ranked.logical_and_((ranking.top_p < 1) | (ranking.top_k < vocab_size))
     positions = _apart(torch.tensor([rng.randrange(10**6) for _ in range(num_rows)], dtype=torch.int64))
     before, is_bad = torch.arange(num_rows), torch.tensor([row % 6 == 4 for row in range(num_rows)]).bool()
     given = logits, positions, ranking
@@ -111,6 +114,55 @@ def check_choose_ranked(
         assert not is_unseen[row] or is_wide[row] or (is_tied and vocab_size > capacity)
         assert is_unseen[row] or tokens[row] == whole_choice(row, logits, positions, ranking, each)
     assert torch.equal(choose_ranked(*given, before, is_bad, width)[0], expected)
+
+
+def check_nucleus_of_all(device: str, vocab_size: int, width: int) -> None:
+    """A nucleus is a share of the mass of all tokens, many of which are no candidates."""
+    num_rows = 48
+    logits = 1.5 * randn(num_rows, vocab_size)
+    logits[::2] *= 0.1
+    logits[::2, :width] += math.log(vocab_size / width / 4)  # all candidates side by side
+    count = torch.arange(num_rows)
+    ranking = Ranking(
+        seeds=count + 2**40,
+        temperature=torch.ones(num_rows, dtype=torch.float64),
+        top_k=torch.full_like(count, vocab_size),
+        top_p=0.1 + 0.002 * (count % 30).double(),
+        min_p=torch.zeros(num_rows, dtype=torch.float64),
+        is_ranked=torch.ones_like(count, dtype=torch.bool),
+    )
+    is_fine = torch.zeros_like(count, dtype=torch.bool)
+    given = logits, count, ranking, torch.full_like(count, -1), is_fine
+    expected, is_unseen = choose_ranked_reference(*given, width)
+    on_device = Ranking(*(x.to(device) for x in ranking))
+    rest = (x.to(device) for x in given[3:])
+    found = choose_ranked_triton(logits.to(device), count.to(device), on_device, *rest, width)
+    assert not is_unseen.any()
+    assert not found[1].any()
+    assert found[0].tolist() == expected.tolist()
+
+
+def check_equal_candidates(device: str) -> None:
+    """Rows whose candidates are many equal tokens: around the number that one program of few registers takes,
+    and around the number of places.
+    """
+    width, vocab_size = FEW // 2, 3 * FEW
+    capacity = 4 * next_power_of_2(width)
+    counts = [1, 2, FEW - 1, FEW, FEW + 1, FEW + 2, capacity - 1, capacity, capacity + 1]
+    logits = torch.full((len(counts), vocab_size), -INF)
+    for row, count in enumerate(counts):
+        logits[row, torch.randperm(vocab_size, generator=torch.Generator().manual_seed(row))[:count]] = 1.5
+    rows = torch.arange(len(counts))
+    real, no_token = torch.ones(len(counts), dtype=torch.float64), torch.full_like(rows, -1)
+    ranking = Ranking(rows, real, torch.full_like(rows, vocab_size), 0.75 * real, 0 * real, rows >= 0)
+    given = logits, rows, ranking, no_token, rows < 0
+    expected, _ = choose_ranked_reference(*given, vocab_size)
+    on_device = Ranking(*(x.to(device) for x in ranking))
+    tokens, is_unseen = choose_ranked_triton(
+        logits.to(device), rows.to(device), on_device, no_token.to(device), given[4].to(device), width
+    )
+    assert is_unseen.tolist() == [count > capacity for count in counts]
+    assert tokens.tolist()[:-1] == expected.tolist()[:-1]
 
 
 def whole_choice(
@@ -296,6 +348,12 @@ def choice_cases() -> Iterator[tuple[Callable[..., None], tuple[object, ...]]]:
         yield check_choose_ranked, sizes
     for kind in ("flat", "masked"):
         yield check_choose_ranked, (24, 4100, 32, kind)
+    for kind in ("flat", "rough"):
+        yield check_choose_ranked, (24, 3000, 70, kind)
+    yield check_choose_ranked, (7, 40000, 16)
+    for vocab_size in (1500, 17000):
+        yield check_nucleus_of_all, (vocab_size, 128)
+    yield check_equal_candidates, ()
     yield check_choose_ranked, (24, 700, 8, "rough", 4)
     for count, num_nodes, vocab_size in ((0, 1, 9), (1, 1, 1), (5, 1, 2050), (9, 4, 333), (3, 7, 64)):
         yield check_penalise_logits, (count, num_nodes, vocab_size)
