@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 
 from .chained_launch import chained, release_next, wait_for_previous
-from .choose_token import gumbel_noise
+from .choose_token import gumbel_noise, least_scaled
 from .noise import GAMMA, MIX_1, MIX_2, gumbel
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
@@ -388,9 +388,8 @@ def _draw_kernel(
         wanted = top_p * tl.where(is_limited, held, tl.load(p_total + i_row)).to(tl.float64)
         is_unseen = is_unseen | (held.to(tl.float64) < wanted)
         cut = tl.maximum(cut, _last_kept(b_keys, b_mass, wanted, NO_KEY, LAST_KEY))
-    min_p = tl.load(p_min_p + i_knob * min_p_stride)
-    lowest = tl.where(min_p > 0, tl.log(tl.where(min_p > 0, min_p, 1.0)), float("-inf"))
-    m_kept = m_place & (b_keys >= cut) & (b_scaled >= lowest)
+    least = least_scaled(p_min_p + i_knob * min_p_stride, True)
+    m_kept = m_place & (b_keys >= cut) & (b_scaled >= least)
     seed = tl.load(p_seeds + i_knob * seed_stride)
     position = tl.load(p_positions + i_row * position_stride)
     b_score = gumbel_noise(seed, position, b_ids, GAMMA, MIX_1, MIX_2) + b_scaled
@@ -487,7 +486,8 @@ def choose_ranked_triton(
     found = find_candidates(logits, is_ranked, is_bad, top_k, temperature, width)
     capacity = found.ids.shape[1]
     few = min(FEW, capacity)
-    for above, places, warps in ((-1, few, 4), (few, capacity, 16))[: 1 + (few < capacity)]:
+    forms = [(-1, few, 4)] + ([(few, capacity, 16)] if few < capacity else [])
+    for above, places, warps in forms:
         _draw_kernel[(num_rows,)](
             logits, is_ranked.contiguous().view(torch.uint8), is_bad.contiguous().view(torch.uint8),
             seeds, positions, temperature, top_k, top_p, min_p,

@@ -144,7 +144,7 @@ def _scaled_estimate(b_logits: tl.tensor, highest: tl.tensor, temperature: tl.te
 
 
 @jit
-def _least_scaled(p_min_p: tl.tensor, HAS_MIN_P: tl.constexpr) -> tl.tensor:
+def least_scaled(p_min_p: tl.tensor, HAS_MIN_P: tl.constexpr) -> tl.tensor:
     """log(min_p) of one request: lower scaled logits are cut."""
     least = tl.full([], float("-inf"), tl.float64)
     if HAS_MIN_P:
@@ -224,7 +224,7 @@ def _best_token(
     EXACT: tl.constexpr,
 ) -> tl.tensor:
     """The first of the tokens of a split with the best score; `vocab_size` if all scores are -inf."""
-    least = _least_scaled(p_min_p, HAS_MIN_P)
+    least = least_scaled(p_min_p, HAS_MIN_P)
     b_best = tl.full([EXACT], float("-inf"), tl.float64)
     b_token = tl.full([EXACT], 0, tl.int32) + vocab_size
     for i_next in range(i_first, i_first + SPLIT, EXACT):
@@ -393,7 +393,7 @@ def _pick_kernel(
             tl.load(p_token_ids + b_token) if HAS_IDS else b_token,
             highest,
             tl.load(p_temperature + i_knob * temperature_stride),
-            _least_scaled(p_min_p + i_knob * min_p_stride, HAS_MIN_P),
+            least_scaled(p_min_p + i_knob * min_p_stride, HAS_MIN_P),
             tl.load(p_seeds + i_knob * seed_stride),
             tl.load(p_positions + i_row * position_stride),
             GAMMA, MIX_1, MIX_2,
