@@ -22,7 +22,7 @@ def float32_logits(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         return F.linear(hidden, weight)
     if hidden.is_cuda and hidden.shape[0] == 1 and _pays(weight) and has_tiles(hidden):
         # on an H200 141 us for the table of Qwen3-30B-A3B, where the library takes 149 (8B Llama: 235, 242)
-        shape = vector_shape(hidden.shape[1])
+        shape = vector_shape(hidden.shape[1], weight.shape[0])
         return linear_triton(hidden, weight, shape=shape, max_tile_rows=1, out_dtype=torch.float32)
     if hidden.is_cuda:
         return torch.mm(hidden, weight.t(), out_dtype=torch.float32)

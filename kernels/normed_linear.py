@@ -18,12 +18,18 @@ from .chained_launch import are_chained, chained, release_next, wait_for_previou
 from .rms_norm import NextNorm
 from .row_product import gated, load_residual, load_squares, row_product, store_sum, with_bias
 from .silu_mul import silu_mul_reference
-from .skinny_linear import MIN_ROWS_TILE, SkinnyShape, skinny_shape, vector_shape
+from .skinny_linear import (
+    FEW_OUTPUTS,
+    MIN_ROWS_TILE,
+    WIDE_OUTPUTS,
+    SkinnyShape,
+    skinny_shape,
+    vector_shape,
+)
 from .triton_jit import cdiv, jit_varying, next_power_of_2, tl
 
 MIN_ROWS, MAX_ROWS = 8, 64  # of one tile; the shortest matrix instruction has 8 columns
 WIDE_SUMS = (2048, 4096)  # outputs of a sum for 64 or 128 programs with wide tiles
-WIDE_OUTPUTS = 4096  # more have wide tiles in any product
 SHORT_INPUTS = 1024  # so few inputs of a product take small steps
 
 
@@ -187,12 +193,12 @@ def sum_shape(num_rows: int, out_size: int, in_size: int, device: torch.device) 
     tiles of 16).
     """
     if num_rows == 1:
-        return vector_shape(in_size, is_sum=True)
+        return vector_shape(in_size, out_size, is_sum=True)
     if num_rows <= MIN_ROWS:
         return SkinnyShape(out=16, inner=256 if in_size <= SHORT_INPUTS else 512, num_warps=2, num_stages=4)
     shape = skinny_shape(num_rows, out_size)
     if num_rows <= MIN_ROWS_TILE and out_size in WIDE_SUMS and are_chained(device):
-        return SkinnyShape(out=32, inner=256, num_warps=4, num_stages=4)
+        return FEW_OUTPUTS
     return shape
 
 
@@ -204,7 +210,7 @@ def scaled_shape(num_rows: int, out_size: int, in_size: int, is_gated: bool) -> 
     stages are worth 1.3 us of 126 a layer of an 8B Llama with a gate.
     """
     if num_rows == 1:
-        return vector_shape(in_size, is_gated=is_gated)
+        return vector_shape(in_size, out_size, is_gated=is_gated)
     if num_rows <= MIN_ROWS and not is_gated:
         return SkinnyShape(out=32, inner=128, num_warps=2, num_stages=6)
     if num_rows > MIN_ROWS_TILE:

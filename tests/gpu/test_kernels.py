@@ -60,11 +60,12 @@ LONG = [(1, 1), (300, 300), (128, 513), (1, 1000), (33, 129), (256, 256), (40, 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("head_dim", [128, 256, 96])
 @pytest.mark.parametrize("heads", [(2, 2), (3, 1), (8, 2), (8, 1), (16, 1)], ids=str)
-def test_long_prompts_are_attended_as_defined(heads: tuple[int, int], dtype: torch.dtype):
+def test_long_prompts_are_attended_as_defined(heads: tuple[int, int], head_dim: int, dtype: torch.dtype):
     """Ragged prompts of more tiles than the rings hold, by every kernel that a server may choose."""
-    check_context("cuda", LONG, heads, 128, 16, dtype, 2)
-    check_context("cuda", [(70, 71)] * 70, heads, 128, 16, dtype)
+    check_context("cuda", LONG, heads, head_dim, 16, dtype, 2)
+    check_context("cuda", [(70, 71)] * 70, heads, head_dim, 16, dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)

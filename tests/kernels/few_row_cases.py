@@ -126,7 +126,7 @@ def check_logits_of_a_row(device: str, sizes: tuple[int, int], dtype: torch.dtyp
     """Sums and results in float32 of products of the dtype."""
     vocabulary, in_size = sizes
     x, weight = randn(1, in_size, dtype=dtype), randn(vocabulary, in_size, dtype=dtype, seed=1)
-    shape = skinny_linear.vector_shape(in_size)
+    shape = skinny_linear.vector_shape(in_size, vocabulary)
     y = skinny_linear.linear_triton(
         x.to(device), weight.to(device), shape=shape, max_tile_rows=1, out_dtype=FLOAT32
     )

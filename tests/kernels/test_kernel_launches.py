@@ -18,6 +18,7 @@ from baton.kernels.context_attention import (
     ContextKV,
     context_attention,
     context_attention_triton,
+    tile_of,
 )
 from baton.kernels.digest_spans import DIGEST_FIELDS, digest_spans_triton
 from baton.kernels.expanded_attention import expanded_attention_triton
@@ -65,7 +66,14 @@ from baton.kernels.rotate_store import rotate_store_triton
 from baton.kernels.route_experts import Routing, route_experts, route_experts_triton
 from baton.kernels.select_rows import select_last_rows, select_last_rows_triton
 from baton.kernels.silu_mul import silu_mul_reference, silu_mul_triton
-from baton.kernels.skinny_linear import SkinnyShape, gated_linear, linear, linear_triton, vector_shape
+from baton.kernels.skinny_linear import (
+    FEW_OUTPUTS,
+    SkinnyShape,
+    gated_linear,
+    linear,
+    linear_triton,
+    vector_shape,
+)
 from baton.kernels.step_glue import (
     PlaceSizes,
     step_outcome,
@@ -75,7 +83,13 @@ from baton.kernels.step_glue import (
 )
 from baton.kernels.top_logprobs import top_logprobs, top_logprobs_triton
 from baton.kernels.tree_verify import tree_verify, tree_verify_triton
-from baton.kernels.verify_attention import MAX_SPLITS, choose_splits, paged_verify, paged_verify_triton
+from baton.kernels.verify_attention import (
+    MAX_SPLITS,
+    choose_splits,
+    least_split,
+    paged_verify,
+    paged_verify_triton,
+)
 from baton.kernels.wgmma_attention import wgmma_attention_triton
 from baton.tests.kernels import bench_kernels
 from baton.tests.kernels.cases import randn
@@ -228,16 +242,17 @@ def test_kernels_of_windows_caps_and_sinks_compile_for_an_h200(compiled_for_h200
             for splits in (1, 8):
                 arguments = queries, pool, 1, table, lens, 0.1, mask
                 paged_verify_triton(*arguments, num_splits=splits, form=form)
-            rows = Rows(lens, uniform=8, tree_mask=mask)
+            places = Rows(lens, uniform=8, tree_mask=mask)
             for limit in (0, 1 << 30):
                 flat = queries.flatten(0, 1)
                 invariant_attention_triton(
-                    flat, pool, 1, table, rows, 0.1, form=form, base_split=64, max_partial_bytes=limit
+                    flat, pool, 1, table, places, 0.1, form=form, base_split=64, max_partial_bytes=limit
                 )
-        if head_dim <= 128:
-            keys = torch.zeros(256, kv_heads, head_dim, dtype=torch.bfloat16)
-            places = starts, torch.tensor([0, 128, 256]), lens, 0.1
-            context_attention_triton(q, ContextKV(keys, keys), *places, tile=WIDE_TILE, form=form)
+        keys = torch.zeros(256, kv_heads, head_dim, dtype=torch.bfloat16)
+        places = starts, torch.tensor([0, 128, 256]), lens, 0.1
+        for rows in (1, 1 << 20):
+            tile = tile_of(rows, heads, 0, q.dtype, head_dim)
+            context_attention_triton(q, ContextKV(keys, keys), *places, tile=tile, form=form)
     x = randn(3, 2880, dtype=torch.bfloat16)
     rms_norm_triton(x, x[0], 1e-5, x, 1.0)
     linear_triton(x, torch.cat((x, x)), is_gated=True, is_gelu=True)
@@ -277,10 +292,18 @@ def test_kernels_of_few_rows_compile_for_an_h200(compiled_for_h200: list[tuple[s
     _, long = sum_linear_triton(x[:1, :2000], torch.zeros(2880, 2000).bfloat16(), None, wide[1][0, :1], norm)
     choice = Routing(top_k=4, is_normalised=True)
     few_experts_triton(long, FewExperts(choice, wide[1][0, :4], *wide), wide[1][0, :1], norm)
-    for is_gated, in_size in ((False, 2880), (True, 2048), (True, 4096), (True, 576)):
+    for is_gated, in_size, out_size in (
+        (False, 2880, 64),
+        (False, 576, 64),
+        (True, 2048, 64),
+        (True, 4096, 64),
+        (True, 576, 64),
+        (True, 576, 5000),
+    ):
         one = torch.zeros(1, in_size, dtype=torch.bfloat16)
-        shape = vector_shape(in_size, is_gated=is_gated)
+        shape = vector_shape(in_size, out_size, is_gated=is_gated)
         linear_triton(one, one.expand(64, -1).contiguous(), is_gated=is_gated, shape=shape, max_tile_rows=1)
+    linear_triton(one.expand(3, -1), one.expand(64, -1).contiguous(), shape=FEW_OUTPUTS)
     eighths = Fp8Weight(torch.zeros(2048, 2048, dtype=FP8), torch.zeros(2048))
     blocks = eighths._replace(scales=torch.zeros(16, 16))
     for count, given in ((2, eighths), (3, eighths), (4, blocks)):
@@ -550,6 +573,7 @@ def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
     assert choose_splits(8, 300) == 5
     assert choose_splits(8, 1) == choose_splits(1000, 100_000) == 1
     assert choose_splits(1, 10_000_000) == MAX_SPLITS
+    assert choose_splits(8, 300, least_split(256)) == 10, "columns of wide heads hold twice as many bytes"
 
 
 INT64 = torch.int64
