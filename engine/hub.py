@@ -13,6 +13,7 @@ from .errors import CheckpointError, UnknownCheckpoint
 
 NGRAM = "ngram"  # as a draft: lookup in the request's own tokens, without a checkpoint
 FILES = ("*.json", "*.safetensors", "*.model", "*.jinja")
+NOT_READ = ("consolidated*.safetensors", "original/*")  # the same weights in the format of their authors
 
 
 def is_hub_id(model: str) -> bool:
@@ -36,7 +37,7 @@ def resolve_checkpoint(name: str, setting: str = "--model", bar: type[Any] | Non
     if not is_hub_id(name):
         raise UnknownCheckpoint(f"{setting} {name!r} is neither a directory nor a hub id (owner/name)")
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES), tqdm_class=bar))
+        return _snapshot(name, bar)
     except Exception as error:
         raise CheckpointError(
             f"{setting} {name!r} could not be fetched from the hub ({_reason_of(error)}); {_remedy_of(error)}"
@@ -49,9 +50,21 @@ def kept_checkpoint(name: str) -> Path | None:
     if path.is_dir() or not is_hub_id(name):
         return path if path.is_dir() else None
     try:
-        return Path(snapshot_download(name, allow_patterns=list(FILES), local_files_only=True))
+        return _snapshot(name, is_kept=True)
     except LocalEntryNotFoundError:
         return None
+
+
+def _snapshot(name: str, bar: type[Any] | None = None, *, is_kept: bool = False) -> Path:
+    """The directory with those files of a hub id that are read. `is_kept`: the hub is not asked."""
+    found = snapshot_download(
+        name,
+        allow_patterns=list(FILES),
+        ignore_patterns=list(NOT_READ),
+        tqdm_class=bar,
+        local_files_only=is_kept,
+    )
+    return Path(found)
 
 
 def _reason_of(error: Exception) -> str:

@@ -8,6 +8,7 @@ import torch
 
 from ..engine.models.config import ModelConfig
 from ..engine.models.config_reader import read_json
+from ..engine.models.text_part import text_config
 from ..engine.speculative.drafters.mtp_config import CHAIN_KEY
 from ..engine.speculative.drafters.mtp_names import COUNT_KEYS
 from .tensor_files import write_tensors
@@ -34,7 +35,7 @@ def write_eagle3_config(
     directory: Path, model: Path, target: ModelConfig, layers: Sequence[int], draft_vocab_size: int
 ) -> None:
     """Writes `directory`/config.json for a head of one layer of the target's width."""
-    given = read_json(model / "config.json")
+    given = _text_config(model)
     config = {
         "architectures": ["LlamaForCausalLMEagle3"],
         "model_type": "llama",
@@ -72,7 +73,7 @@ def write_dflash_config(
     mask_token: int,
 ) -> None:
     """Writes `directory`/config.json for a DFLASH drafter of the target's width."""
-    given = read_json(model / "config.json")
+    given = _text_config(model)
     config = {
         "architectures": ["DFlashDraftModel"],
         "model_type": "qwen3",
@@ -99,10 +100,16 @@ def write_dflash_config(
 
 def write_mtp_config(directory: Path, model: Path) -> None:
     """Writes `directory`/config.json for one MTP module: the target's config with a count of modules."""
-    given = read_json(model / "config.json")
+    given = _text_config(model)
     # what the target says of its own modules does not hold for this one
     kept = {key: value for key, value in given.items() if key not in (*COUNT_KEYS, CHAIN_KEY)}
     _write_config(directory, {**kept, "torch_dtype": "bfloat16", "mtp_num_hidden_layers": 1})
+
+
+def _text_config(model: Path) -> Mapping[str, object]:
+    """The config of the text model at `model`."""
+    source = model / "config.json"
+    return text_config(read_json(source), source)
 
 
 def _write_config(directory: Path, config: Mapping[str, object]) -> None:

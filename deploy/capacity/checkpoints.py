@@ -22,6 +22,7 @@ from ...engine.kv.budget import WINDOW_SLACK, PageBudget, WindowBudget
 from ...engine.models.config_reader import ConfigReader, read_json
 from ...engine.models.families import default_head_dim, default_positions, family_of, with_defaults
 from ...engine.models.layer_windows import layer_windows
+from ...engine.models.text_part import OTHER_PARTS, text_config, text_name
 from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_mtp
 
 INDEX = "model.safetensors.index.json"
@@ -163,9 +164,10 @@ def head_dir(draft: str) -> Path | None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The config.json of a checkpoint. Raises ConfigError when it cannot be read."""
+    """The config.json of a checkpoint, of the text model alone. Raises ConfigError when it cannot be read."""
     try:
-        return read_json(directory / "config.json")
+        source = directory / "config.json"
+        return dict(text_config(read_json(source), source))
     except CheckpointError as error:
         raise ConfigError(str(error)) from None
 
@@ -469,12 +471,12 @@ def _values_in(name: str, dtype: str) -> int:
 
 
 def _entries(directory: Path) -> dict[str, Any]:
-    """The headers' entries of all tensors of a checkpoint by their names."""
+    """The headers' entries of all tensors of a checkpoint's text model by their names in it."""
     return {
-        name: entry
+        text_name(name): entry
         for shard in _shards(directory)[0]
         for name, entry in _tensors(_header(directory / shard)).items()
-        if name != "__metadata__"
+        if name != "__metadata__" and not name.startswith(OTHER_PARTS)
     }
 
 

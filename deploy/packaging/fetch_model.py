@@ -17,7 +17,7 @@ from huggingface_hub import snapshot_download
 
 from ...cluster.errors import BatonError, ConfigError, StartupError
 from ...cluster.process.process import EXIT_CANNOT_START, EXIT_OK, EXIT_USAGE
-from ...engine.hub import FILES
+from ...engine.hub import FILES, NOT_READ
 
 PROG = "fetch_model"
 MARK = ".baton-checkpoint"  # names the checkpoint of its directory
@@ -62,6 +62,7 @@ class Checkpoint:
                 revision=self.revision,
                 local_dir=self.directory,
                 allow_patterns=list(FILES),
+                ignore_patterns=list(NOT_READ),
             )
             (self.directory / MARK).write_text(str(self), encoding="utf-8")
         except Exception as error:

@@ -41,7 +41,7 @@ class ModelConfig:
     `num_mtp_modules`: layers behind the last one that only a drafter reads. `moe`: the experts, None for a
     dense model. `quant`: the form of the matrices of the layers, None for the model's dtype. `forms`: what
     the layers have that a Llama's do not. `kv_dtype`: that of stored keys and values, a name in
-    `quant.kv_scales.KV_DTYPES`.
+    `quant.kv_scales.KV_DTYPES`. `is_text_part`: the checkpoint also has models of images, see `text_part`.
     """
 
     architecture: str
@@ -67,6 +67,7 @@ class ModelConfig:
     quant: QuantConfig | None = None
     kv_dtype: str = "auto"
     forms: LayerForms = PLAIN_LAYERS
+    is_text_part: bool = False
 
     @property
     def row_width(self) -> int:

@@ -49,7 +49,12 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
             "attn_logit_softcapping": 50.0,
             "final_logit_softcapping": 30.0,
         },
-        "gemma3_text": {**GEMMA, "max_position_embeddings": 131072},
+        "gemma3_text": {
+            **GEMMA,
+            "max_position_embeddings": 131072,
+            "num_attention_heads": 8,
+            "vocab_size": 262208,
+        },
         "phi3": {"rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
         "olmo2": {"rms_norm_eps": 1e-5, "max_position_embeddings": 2048},
         "smollm3": {"rope_theta": 2e6, "tie_word_embeddings": True, "num_key_value_heads": 4},

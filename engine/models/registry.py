@@ -31,6 +31,7 @@ from .llama import LlamaForCausalLM
 from .quant.kv_scales import FP8_KV
 from .routed_config import read_glm_config, read_qwen2_moe_config
 from .sparse_block import SparseBlockForCausalLM, read_sparse_config
+from .text_part import WHOLES, is_whole, text_config
 
 PROBED_PAGE_SIZE = 1024  # any that blocks of side caches fit
 
@@ -112,8 +113,10 @@ def load_model_config(path: Path, models: Sequence[ModelEntry] = MODELS) -> Mode
     setting. For an unknown architecture it lists those of `models`.
     """
     source = Path(path) / "config.json"
-    reader = ConfigReader(read_json(source), source)
-    return _entry_named(reader, models).read_config(reader)
+    raw = read_json(source)
+    reader = ConfigReader(text_config(raw, source), source)
+    config = _entry_named(reader, models).read_config(reader)
+    return replace(config, is_text_part=True) if is_whole(raw) else config
 
 
 def build_model(
@@ -176,4 +179,5 @@ def _entry_named(reader: ConfigReader, models: Sequence[ModelEntry]) -> ModelEnt
 
 
 def _supported(models: Sequence[ModelEntry]) -> str:
-    return f"supported are {', '.join(entry.architecture for entry in models)}"
+    names = [*(entry.architecture for entry in models), *WHOLES]
+    return f"supported are {', '.join(names)}"

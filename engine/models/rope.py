@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -21,6 +22,8 @@ from ...kernels.look_up_rows import Lookup, look_up_rows
 from ...kernels.rope import apply_rope
 from ..errors import CheckpointError
 
+# Former names, and the rotation of checkpoints that read images, whose three positions are one for text.
+ALIASES: Mapping[str, str] = MappingProxyType({"su": "longrope", "mrope": "default"})
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 DEFAULT_THETA = 10000.0
 
@@ -84,7 +87,7 @@ class _RopeReader:
     @property
     def rope_type(self) -> str:
         named = self.settings.get("rope_type") or self.settings.get("type") or "default"
-        named = "longrope" if named == "su" else named  # its first name
+        named = ALIASES.get(str(named), named)
         if any(isinstance(value, Mapping) for value in self.settings.values()):
             raise self.error(self.key, self.settings, "rotary settings per layer type are not supported")
         if named not in ROPE_TYPES:

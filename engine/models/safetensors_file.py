@@ -10,6 +10,7 @@ from types import MappingProxyType
 import torch
 
 from ..errors import CheckpointError
+from .text_part import text_name
 
 LENGTH_BYTES = 8  # the header's length, little-endian, stands before the header
 DTYPES_BY_CODE: Mapping[str, torch.dtype] = MappingProxyType(
@@ -32,7 +33,9 @@ DTYPES_BY_CODE: Mapping[str, torch.dtype] = MappingProxyType(
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """A tensor in bytes [first, end) of its file. `code` is the dtype as the file spells it."""
+    """A tensor in bytes [first, end) of its file. `code` is the dtype as the file spells it, and `name`
+    that in a text model alone.
+    """
 
     name: str
     code: str
@@ -88,7 +91,7 @@ def _tensors_of(header: bytes, base: int) -> tuple[StoredTensor, ...]:
             continue
         first, end = (base + int(offset) for offset in entry["data_offsets"])
         shape = tuple(int(size) for size in entry["shape"])
-        made = StoredTensor(name=name, code=str(entry["dtype"]), shape=shape, first=first, end=end)
+        made = StoredTensor(name=text_name(name), code=str(entry["dtype"]), shape=shape, first=first, end=end)
         if made.dtype is not None and math.prod(shape) * made.dtype.itemsize != made.num_bytes:
             raise ValueError(name)
         found.append(made)

@@ -27,8 +27,9 @@ from .quant.kv_scales import FP8_KV, KV_SCALE_SUFFIXES
 from .quant.registry import quantise_at_load
 from .registry import build_model, load_model_config
 from .safetensors_file import SafetensorsFile, StoredTensor
+from .text_part import OTHER_PARTS
 from .weight_cuts import Cut, cuts_of, is_elsewhere, rank_config
-from .weight_reader import Piece, ReadReport, cut_pieces, pieces_of, pieces_of_rows, read_pieces
+from .weight_reader import PIECE_BYTES, Piece, ReadReport, cut_pieces, pieces_of, pieces_of_rows, read_pieces
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,7 @@ SCALE_SUFFIX = "_scale"  # of a name behind that of the tensor whose scales it h
 IGNORED_SUFFIXES = (".rotary_emb.inv_freq",)
 EXPERTS = ".experts."  # in the names of the tensors of routed experts
 WHOLE: Mapping[str, Cut] = MappingProxyType({})
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 MTP_PREFIXES = ("mtp.", "model.mtp.", "model.mtp_layers.")  # modules of multi-token prediction
 
 
@@ -247,17 +249,44 @@ def _some(names: list[str]) -> str:
     return f"tensor {shown} is" if len(names) == 1 else f"{len(names)} tensors ({shown}, ...) are"
 
 
+def has_own_head(path: Path) -> bool:
+    """Whether the checkpoint at `path` holds an lm_head that differs from its embedding.
+
+    transformers does not tie such a model, whatever its config says. Raises CheckpointError as
+    `fill_tensors`.
+    """
+    found: dict[str, tuple[Path, StoredTensor]] = {}
+    for shard in find_shards(path):
+        tensors = SafetensorsFile.read(shard).tensors
+        found |= {each.name: (shard, each) for each in tensors if each.name in (EMBEDDING, HEAD)}
+    if len(found) < 2:
+        return False
+    (shard, embedding), (other, head) = found[EMBEDDING], found[HEAD]
+    if (embedding.code, embedding.shape) != (head.code, head.shape):
+        return True
+    with shard.open("rb") as one, other.open("rb") as two:
+        for start in range(0, head.num_bytes, PIECE_BYTES):
+            count = min(PIECE_BYTES, head.num_bytes - start)
+            one.seek(embedding.first + start)
+            two.seek(head.first + start)
+            if one.read(count) != two.read(count):
+                return True
+    return False
+
+
 def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Names of tensors that a checkpoint may have and no model of `config` reads, and prefixes of such.
 
     A tied model's own lm_head is a copy of the embedding. Scales of keys and values are for those in 8 bits.
-    Modules of multi-token prediction belong to a drafter.
+    Modules of multi-token prediction belong to a drafter. Models of images are not loaded.
     """
     behind = range(config.num_layers, config.num_layers + config.num_mtp_modules)
     modules = (*MTP_PREFIXES, *(f"model.layers.{layer}." for layer in behind))
+    if config.is_text_part:
+        modules += OTHER_PARTS
     if config.kv_dtype != FP8_KV:
         modules += KV_SCALE_SUFFIXES
-    return (*modules, "lm_head.weight") if config.tie_word_embeddings else modules
+    return (*modules, HEAD) if config.tie_word_embeddings else modules
 
 
 @torch.no_grad()
@@ -284,14 +313,17 @@ def load_model(
     """
     path = Path(path)
     config = load_model_config(path)
+    find_shards(path)  # a missing file is reported before memory is taken
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
+    if config.tie_word_embeddings and has_own_head(path):
+        logger.warning("%s: tie_word_embeddings is true, but %s is another matrix; it is used", path, HEAD)
+        config = replace(config, tie_word_embeddings=False)
     own = rank_config(config, sharing, str(path))
     if is_invariant and isinstance(config.kv_layout(1, 1, dtype), MLALayout):
         raise CheckpointError(
             f"deterministic on: attention over latents ({config.architecture}) cuts a context by the number "
             "of requests, so it is not batch-invariant; use --deterministic off or another model"
         )
-    find_shards(path)  # a missing file is reported before memory is taken
     model = build_model(own, dtype=dtype, device=device, is_invariant=is_invariant, sharing=sharing)
     rounds = quantize != "none"
     tensors = dict(model.tensors())

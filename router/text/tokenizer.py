@@ -27,6 +27,7 @@ from .tool_prompts import ChatMessage, written_out
 from .word_ids import word_ids
 
 RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
+TEMPLATE_FILE = "chat_template.json"  # beside the settings of models of images
 RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
 
 
@@ -259,6 +260,17 @@ def _in_strings(change: Callable[[str], str], value: Any) -> Any:  # noqa: ANN40
     return value
 
 
+def _template_in(file: Path) -> str:
+    """The chat template of a checkpoint that reads images. Raises ConfigError where the file holds none."""
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))["chat_template"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        found = None
+    if not isinstance(found, str):
+        raise ConfigError(f"{file}: holds no chat_template; fetch the file again")
+    return found
+
+
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id. Raises ConfigError or StartupError in one line."""
     path = Path(model)
@@ -269,7 +281,10 @@ def load_tokenizer(model: str) -> Tokenizer:
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
         raise ConfigError(f"--model {model!r} is neither a directory nor a hub id (owner/name)")
     try:
-        return Tokenizer(PreTrainedTokenizerFast.from_pretrained(model))
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
+        if tokenizer.chat_template is None and (path / TEMPLATE_FILE).is_file():
+            tokenizer.chat_template = _template_in(path / TEMPLATE_FILE)
+        return Tokenizer(tokenizer)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):
             raise

@@ -28,6 +28,7 @@ FLOORS: dict[str, tuple[str, ...]] = {
         "engine.kv.budget",
         "engine.models.config_reader",
         "engine.models.families",
+        "engine.models.text_part",
         "engine.models.layer_windows",
         "engine.speculative.drafters.mtp_names",
     ),

@@ -79,6 +79,14 @@ def test_each_family_equals_transformers(toy_checkpoint: Callable[..., Path], fa
     assert_same_model(toy_checkpoint(family, tie_word_embeddings=is_tied))
 
 
+@pytest.mark.parametrize("is_tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("family", ["gemma3_whole", "mistral3", "qwen2_5_vl", "qwen3_vl"])
+def test_text_models_beside_models_of_images_equal_transformers(
+    toy_checkpoint: Callable[..., Path], family: str, is_tied: bool
+):
+    assert_same_model(toy_checkpoint(family, tie_word_embeddings=is_tied))
+
+
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 def test_many_shards_equal_one(toy_checkpoint: Callable[..., Path], family: str):
     path = toy_checkpoint(family, shard_size="100KB")

@@ -1,5 +1,6 @@
 """Tiny random checkpoints of each family, written by transformers itself."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -10,7 +11,9 @@ from transformers import (
     DeepseekV3ForCausalLM,
     Gemma2Config,
     Gemma2ForCausalLM,
+    Gemma3Config,
     Gemma3ForCausalLM,
+    Gemma3ForConditionalGeneration,
     Gemma3TextConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
@@ -18,6 +21,8 @@ from transformers import (
     GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    Mistral3Config,
+    Mistral3ForConditionalGeneration,
     MistralConfig,
     MistralForCausalLM,
     MixtralConfig,
@@ -26,7 +31,10 @@ from transformers import (
     Olmo2ForCausalLM,
     Phi3Config,
     Phi3ForCausalLM,
+    PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
@@ -35,9 +43,38 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SmolLM3Config,
     SmolLM3ForCausalLM,
 )
+
+# Models of images, as small as can be: no image reaches them.
+TOWER = {"hidden_size": 32, "intermediate_size": 64}
+SQUARES = TOWER | {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+QWEN_TOWER = TOWER | {"depth": 1, "num_heads": 2, "out_hidden_size": 64}
+OF_IMAGES = {
+    "gemma3": SQUARES | {"model_type": "siglip_vision_model"},
+    "mistral": SQUARES | {"model_type": "pixtral"},
+    "qwen2_5_vl_text": QWEN_TOWER,
+    "qwen3_vl_text": QWEN_TOWER | {"num_position_embeddings": 16, "deepstack_visual_indexes": []},
+}
+OF_WHOLES = {"gemma3": {"mm_tokens_per_image": 4}}
+TEXT_TYPES = {"gemma3": "gemma3_text"}
+
+
+def whole(config_class: type[PretrainedConfig], family: str) -> Callable[..., PretrainedConfig]:
+    """Makes the config of a checkpoint with a text model of `family` and a model of images."""
+
+    def config(**shape: object) -> PretrainedConfig:
+        text = {**shape, "model_type": TEXT_TYPES.get(family, family)}
+        is_tied = bool(text.pop("tie_word_embeddings"))
+        attention = {"attn_implementation": text.pop("attn_implementation", "eager")}
+        sizes = {"text_config": text, "vision_config": OF_IMAGES[family], **OF_WHOLES.get(family, {})}
+        return config_class(**sizes, tie_word_embeddings=is_tied, **attention)
+
+    return config
+
 
 FAMILIES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
@@ -56,6 +93,10 @@ FAMILIES = {
     "olmo2": (Olmo2Config, Olmo2ForCausalLM),
     "smollm3": (SmolLM3Config, SmolLM3ForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "gemma3_whole": (whole(Gemma3Config, "gemma3"), Gemma3ForConditionalGeneration),
+    "mistral3": (whole(Mistral3Config, "mistral"), Mistral3ForConditionalGeneration),
+    "qwen2_5_vl": (whole(Qwen2_5_VLConfig, "qwen2_5_vl_text"), Qwen2_5_VLForConditionalGeneration),
+    "qwen3_vl": (whole(Qwen3VLConfig, "qwen3_vl_text"), Qwen3VLForConditionalGeneration),
 }
 # Windows shorter than the prompts, and caps and scales that matter for random weights.
 GEMMA = {
@@ -70,6 +111,18 @@ DENSE = {
     "mistral": {"sliding_window": 9, "head_dim": 24},
     "gemma2": GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 6.0},
     "gemma3": GEMMA | {"sliding_window_pattern": 2},
+    "gemma3_whole": GEMMA | {"sliding_window_pattern": 2},
+    "mistral3": {"sliding_window": None, "head_dim": 24},
+    "qwen2_5_vl": {"rope_parameters": {"type": "mrope", "mrope_section": [2, 3, 3], "rope_theta": 5000.0}},
+    "qwen3_vl": {
+        "head_dim": 32,
+        "rope_parameters": {
+            "rope_type": "default",
+            "rope_theta": 5000.0,
+            "mrope_section": [8, 4, 4],
+            "mrope_interleaved": True,
+        },
+    },
     "phi3": {"pad_token_id": 0},
     "olmo2": {"pad_token_id": 0},
     "smollm3": {"no_rope_layers": [1, 0, 1], "pad_token_id": 0},

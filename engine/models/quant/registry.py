@@ -11,10 +11,10 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from ...errors import CheckpointError
+from ..text_part import IGNORE_KEYS
 from .config import GROUP_SIZES, Fp8Form, Int4Form, Packing, QuantConfig
 
 KEY = "quantization_config"
-IGNORE_KEYS = ("ignore", "modules_to_not_convert", "ignored_layers")
 BLOCK_SHAPE = [128, 128]
 BITS_A_WORD = 4
 # Modules that `--quantize` leaves as they are; attention takes the projection of latents apart.

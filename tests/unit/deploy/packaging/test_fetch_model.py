@@ -10,11 +10,12 @@ def hub(monkeypatch):
     """The downloads that the hub was asked for. It fails while `fails` is set."""
     asked = []
 
-    def snapshot_download(repository, revision, local_dir, allow_patterns):
+    def snapshot_download(repository, revision, local_dir, allow_patterns, ignore_patterns):
         asked.append((repository, revision))
         local_dir.mkdir(parents=True, exist_ok=True)
         (local_dir / "config.json").write_text("{}")
         assert "*.safetensors" in allow_patterns
+        assert "consolidated*.safetensors" in ignore_patterns
         if "fails" in repository:
             raise OSError("Connection refused\nand more")
 

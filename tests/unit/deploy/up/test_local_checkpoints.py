@@ -15,8 +15,9 @@ def asked(monkeypatch, tmp_path):
     """The ids that the hub was asked for; each download is a directory of `tmp_path`."""
     asked = []
 
-    def snapshot_download(name, allow_patterns, tqdm_class=None):
+    def snapshot_download(name, allow_patterns, ignore_patterns, tqdm_class, local_files_only):
         assert "*.safetensors" in allow_patterns
+        assert "consolidated*.safetensors" in ignore_patterns
         asked.append(name)
         (tmp_path / name).mkdir(parents=True)
         (tmp_path / name / "config.json").write_text("{}")
@@ -79,7 +80,7 @@ def test_a_head_without_a_config_is_refused_before_children_start(checkpoint, tm
 
 
 def test_a_download_that_fails_is_one_error_with_the_id_and_a_remedy(monkeypatch):
-    def unreachable(name, allow_patterns, tqdm_class=None):
+    def unreachable(name, allow_patterns, ignore_patterns, tqdm_class, local_files_only):
         raise OSError("Network is unreachable")
 
     monkeypatch.setattr(hub, "snapshot_download", unreachable)
@@ -89,7 +90,7 @@ def test_a_download_that_fails_is_one_error_with_the_id_and_a_remedy(monkeypatch
 
 def test_each_refusal_of_the_hub_names_its_remedy(monkeypatch):
     def refused(kind, text):
-        def snapshot_download(name, allow_patterns, tqdm_class=None):
+        def snapshot_download(name, allow_patterns, ignore_patterns, tqdm_class, local_files_only):
             error = kind.__new__(kind)
             error.args = (text,)
             raise error

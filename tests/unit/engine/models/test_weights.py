@@ -10,6 +10,7 @@ from baton.engine.errors import CheckpointError
 from baton.engine.models import weights
 from baton.engine.models.weights import iter_safetensors, load_model
 from baton.engine.weights_hash import model_fingerprint
+from baton.tests.parity.toy_models import reference_model
 from safetensors.torch import load_file, save_file
 
 Copy = Callable[..., Path]
@@ -53,13 +54,31 @@ def test_a_tied_model_has_one_matrix_and_an_untied_two(toy_checkpoint: Copy):
 
 def test_derived_and_tied_tensors_of_old_checkpoints_are_skipped(toy_copy: Copy):
     path = toy_copy("llama", tie_word_embeddings=True)
-    extra = {
-        "lm_head.weight": torch.zeros(256, 64),
-        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(8),
-    }
-    rewrite(path, lambda tensors: tensors.update(extra))
-    model, _ = load_model(path, dtype=torch.float32)
-    assert model.lm_head.abs().sum() > 0
+
+    def add_old_ones(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(8)
+
+    rewrite(path, add_old_ones)
+    model, config = load_model(path, dtype=torch.float32)
+    assert config.tie_word_embeddings
+    assert model.lm_head is model.embed_tokens
+
+
+def test_a_head_of_its_own_is_used_though_the_config_ties_it(
+    toy_copy: Copy, caplog: pytest.LogCaptureFixture
+):
+    """As transformers does, which compares the tensors."""
+    path = toy_copy("llama", tie_word_embeddings=True)
+    own = torch.randn(256, 64, generator=torch.Generator().manual_seed(7))
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": own}))
+    model, config = load_model(path, dtype=torch.float32)
+    assert not config.tie_word_embeddings
+    assert torch.equal(model.lm_head, own)
+    assert torch.equal(reference_model(path).lm_head.weight, own)
+    assert "tie_word_embeddings is true, but lm_head.weight is another matrix" in caplog.text
+    rewrite(path, lambda tensors: tensors.update({"lm_head.weight": own[:200].clone()}))
+    assert "lm_head.weight has shape [200, 64], config.json asks for [256, 64]" in refusal(path)
 
 
 def test_a_missing_shard_is_named_before_anything_is_loaded(toy_copy: Copy):

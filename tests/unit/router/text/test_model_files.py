@@ -1,9 +1,13 @@
 """Laws of the router's files of a model: one download of the small ones, and one line where there is none."""
 
+import json
+
 import pytest
 from baton.cluster.errors import ConfigError, StartupError
 from baton.router.text import model_files
 from baton.router.text.model_files import model_directory
+from baton.router.text.tokenizer import load_tokenizer
+from baton.tests.cluster.router_fakes import save_tokenizer
 from huggingface_hub.errors import LocalEntryNotFoundError
 
 
@@ -47,3 +51,15 @@ def test_a_hub_that_is_not_reached_is_one_line(monkeypatch, error, is_offline, r
         model_directory("org/model")
     assert reason in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+def test_a_template_of_a_model_of_images_is_read(tmp_path):
+    folder = save_tokenizer(tmp_path / "tok", template=False)
+    assert not load_tokenizer(str(folder)).has_chat_template
+    template = folder / "chat_template.json"
+    template.write_text(json.dumps({"chat_template": "{{ messages[0]['content'] }}"}))
+    assert load_tokenizer(str(folder)).chat_template == "{{ messages[0]['content'] }}"
+    for wrong in ("{", "[]", '{"chat_template": 3}', "{}"):
+        template.write_text(wrong)
+        with pytest.raises(ConfigError, match=r"chat_template\.json: holds no chat_template; fetch the file"):
+            load_tokenizer(str(folder))
