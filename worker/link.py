@@ -124,7 +124,9 @@ class WorkerLink:
     def __init__(self, open_planes: OpenPlanes) -> None:
         self._open_planes = open_planes
         self._commands: queue.SimpleQueue[Command | ToRouter] = queue.SimpleQueue()
-        self._inbox: queue.SimpleQueue[Sourced] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its `get` waits without limit if a signal ends the wait and
+        # `timeout` is over by then. The scheduler would sleep until the next event.
+        self._inbox: queue.Queue[Sourced] = queue.Queue()
         self._owners = RoomOwners()
         self._wake_r, self._wake_w = socket.socketpair()
         self._wake_r.setblocking(False)

@@ -176,7 +176,9 @@ class NixlThread:
 
     def __init__(self, open_agent: OpenAgent, name: str) -> None:
         self._open_agent, self._name = open_agent, name
-        self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
+        # No SimpleQueue: before Python 3.13 its `get` waits without limit if the thread loses its core for
+        # `timeout` just before the wait. Reads under way would stand still until the next order.
+        self._orders: queue.Queue[Order | None] = queue.Queue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._agent: NixlAgent | None = None
         self._lanes: dict[str, _Lane] = {}

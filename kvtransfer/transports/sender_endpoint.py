@@ -14,7 +14,7 @@ from ...cluster.net.transport_names import CUDA_SLAB, NIXL, SHM, ZMQ_BLOCKS
 from ...cluster.protocol.codec import encode, encode_batch, kv_up_frames, unknown_messages
 from ...cluster.protocol.kv_messages import BLOCK_BYTES
 from ...cluster.protocol.messages import KVUp, KVWelcome, Layout, Release
-from ...cluster.protocol.slab_messages import SlabBlock, SlabDenied, SlabRequest, SlabUp
+from ...cluster.protocol.slab_messages import SlabBlock, SlabDenied, SlabGrant, SlabRequest, SlabUp
 from ...cluster.security.ciphers import CRC32C
 from ..memory.blocks import BlockReader
 from ..memory.device import Device
@@ -249,6 +249,11 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
         ]
         return [SendMessage(peer, answer) for answer in answers if answer is not None]
 
+    def _granted(self, peer: Peer, slab: str) -> None:
+        for slabs in (self._device_slabs, self._slabs, self._nixl):
+            if slabs is not None:
+                slabs.granted(peer, slab)
+
     def _forget_slots(self, room: str, epoch: int) -> None:
         """Frees the slots of an ended room. Returns when no move reads its pages for a slot that is sent."""
         self._slabs.forget(room, epoch)
@@ -328,7 +333,10 @@ class SenderEndpoint(Endpoint["SendMessage | SendBlock"]):
                 return self._send_headers(waiting)
             if isinstance(message, KVWelcome):
                 message = self._admit(item.peer, message)
-            return int(self._transmit(item.peer, encode(message), None) is not None)
+            is_sent = self._transmit(item.peer, encode(message), None) is not None
+            if is_sent and isinstance(message, SlabGrant):
+                self._granted(item.peer, message.slab)
+            return int(is_sent)
         if not self.session.is_open(item.room, item.epoch):  # its pages may belong to another room by now
             self._forget(item)
             return 1

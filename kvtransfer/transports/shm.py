@@ -116,7 +116,7 @@ class HostLanes(SlabLanes[H]):
         The others must be sent as messages.
         """
         lane = self._lanes.get(items[0].peer)
-        if lane is None:
+        if lane is None or not self.has(items[0].peer):
             return []
         slab, held = lane.slab, list[tuple[SendBlock, Slot]]()
         for item in items:

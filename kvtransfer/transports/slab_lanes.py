@@ -92,6 +92,7 @@ class SlabLanes(ABC, Generic[L]):
         self.counters = counters
         self._instance, self._lease_s = instance, lease_s
         self._lanes: dict[Peer, L] = {}
+        self._granted: set[Peer] = set()  # whose grant has been sent
         self._sweep_at = 0.0
 
     def __repr__(self) -> str:
@@ -104,8 +105,16 @@ class SlabLanes(ABC, Generic[L]):
         return sum(table.num_held for table in tables), sum(table.num_slots for table in tables)
 
     def has(self, peer: Peer) -> bool:
-        """Whether the pair has a slab."""
-        return peer in self._lanes
+        """Whether the pair has a slab whose grant has been sent."""
+        return peer in self._granted
+
+    def granted(self, peer: Peer, slab: str) -> None:
+        """Records that the grant of a slab has been sent. Blocks in the slab follow it: decode refuses a slab
+        that it does not know.
+        """
+        lane = self._lanes.get(peer)
+        if lane is not None and lane.slab.id == slab:
+            self._granted.add(peer)
 
     @abstractmethod
     def _open(self, request: SlabRequest) -> L:
@@ -175,6 +184,7 @@ class SlabLanes(ABC, Generic[L]):
     def drop(self, peer: Peer) -> None:
         """Drops the slab of a closed connection."""
         lane = self._lanes.pop(peer, None)
+        self._granted.discard(peer)
         if lane is not None:
             self._end(lane)
         self._count()

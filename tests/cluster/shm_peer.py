@@ -32,7 +32,8 @@ LAYOUT = Layout(
     head_dim=64,
     block_bytes=64 << 10,
 )  # pages of 96 KiB, a room of 16 pages has 24 blocks
-NUM_PAGES, PAGE_BYTES, NUM_ROOMS = 16, 96 << 10, 40
+NUM_PAGES, PAGE_BYTES = 16, 96 << 10
+NUM_ROOMS = 160  # a pair that asks for a slab again after ASK_AGAIN_S takes some 60 until then
 SLOT_BYTES = 256 << 10  # runs of four blocks, so a room has six
 CLONE_NEWNET = 0x40000000
 UCX = {

@@ -1,6 +1,7 @@
 """A worker's link: the end of a connection, early messages of a router, and the router's pace."""
 
 import os
+import signal
 import socket
 import threading
 import time
@@ -269,3 +270,20 @@ def test_due_work_of_the_transport_ends_the_time_of_the_computing_thread(monkeyp
     link._let_on(transport)
     assert time.monotonic() < began + 30
     link.close()
+
+
+def test_a_signal_does_not_make_the_wait_of_the_scheduler_longer():
+    """One whose handler, or the stop of the process before it, ends after the wait's limit."""
+    link = WorkerLink(lambda context: pytest.fail("no planes are opened"))
+    old = signal.signal(signal.SIGALRM, lambda number, frame: time.sleep(0.1))
+    late = threading.Timer(10.0, link.nudge)
+    late.start()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.02)
+        began = time.monotonic()
+        assert link.receive(0.05) == []
+        assert time.monotonic() - began < 9.0, "the scheduler slept until the next event"
+    finally:
+        late.cancel()
+        signal.signal(signal.SIGALRM, old)
+        link.close()

@@ -1,6 +1,8 @@
 """Blocks read through NIXL, with agents of this process in the place of the wheel's, on a fake wire."""
 
 import ctypes
+import select
+import threading
 import time
 
 import msgspec
@@ -9,17 +11,27 @@ import torch
 from baton.cluster.errors import ConfigError
 from baton.cluster.net import transport_names
 from baton.cluster.net.transport_names import common_transports, transports_fault, transports_of
-from baton.cluster.protocol.messages import PROTOCOL_MAJOR, KVHello
+from baton.cluster.protocol.messages import PROTOCOL_MAJOR, Announce, KVHello
 from baton.cluster.protocol.slab_messages import SlabBlock, SlabDenied, SlabGrant, SlabRequest, SlabUnusable
 from baton.engine.kv.page_order import PageOrder
 from baton.kvtransfer.memory.slab import SlabError
 from baton.kvtransfer.protocol.layout import KVLayout
 from baton.kvtransfer.protocol.sender import SenderSession
 from baton.kvtransfer.transport import Complete, Landed, Lost, Offer, Planes, PullRequest
+from baton.kvtransfer.transports import nixl_thread
 from baton.kvtransfer.transports.fake import FakeReceiver, FakeSender
 from baton.kvtransfer.transports.nixl import STUCK_S
 from baton.kvtransfer.transports.nixl_agent import open_nixl
-from baton.kvtransfer.transports.nixl_thread import PIECE_BYTES, Slots
+from baton.kvtransfer.transports.nixl_thread import (
+    PIECE_BYTES,
+    Connect,
+    Connected,
+    NixlThread,
+    Read,
+    ReadEnded,
+    Slots,
+    address_of,
+)
 from baton.kvtransfer.transports.shm import ASK_AGAIN_S
 from baton.tests.unit.kvtransfer.transports.test_shm import LAYOUT, NUM_PAGES, NUM_TOKENS, Wire, noise
 
@@ -247,6 +259,74 @@ def test_before_the_pair_is_connected_blocks_are_messages(start):
     done = pair.hand_over()
     assert done.num_nixl_blocks < done.num_blocks
     pair.check_landed()
+
+
+def test_blocks_in_a_slab_follow_its_grant(start):
+    pair, may_open = start(), threading.Event()
+    open_agent = pair.fabric.open
+
+    def open_late(name):
+        assert name != P or may_open.wait(20.0)
+        return open_agent(name)
+
+    def fill_queue(message):
+        pair.sender.is_full = pair.sender.is_full or isinstance(message, Announce)
+        return [message]
+
+    pair.sender._nixl.thread._open_agent = open_late
+    pair.hand_over()
+    pair.until(lambda _: pair.wire.count(SlabRequest) == 1)
+    pair.wire.on_message = fill_queue
+    pair.open()
+    pair.run()  # blocks wait for a place in the connection's queue
+    may_open.set()
+    pair.until(lambda _: pair.sender.counters["nixl_slabs"] == 1)
+    pair.wire.on_message = lambda message: [message]
+    pair.sender.is_full = False
+    pair.now += 0.1  # the next try to send
+    pair.until(lambda events: any(isinstance(event, Complete) for event in events))
+    pair.check_landed()
+    pair.connect()
+    said = [type(message) for message in pair.wire.said]
+    assert said.index(SlabGrant) < said.index(SlabBlock)
+    assert pair.wire.count(SlabUnusable) == 0
+    assert pair.hand_over().num_nixl_blocks == NUM_BLOCKS
+
+
+class SecondLook(FakeAgent):
+    """Reads end at the second look at the earliest, as over a fabric."""
+
+    def is_done(self, read):
+        read.is_held, was_held = False, read.is_held
+        return not was_held and super().is_done(read)
+
+
+def test_no_wait_of_the_thread_outlasts_its_limit(monkeypatch):
+    """Limits that are over before the wait begins, as for a thread that loses its core."""
+    monkeypatch.setattr(nixl_thread, "BUSY_S", 1e-9)
+    fabric = Fabric()
+    fabric.is_held = True
+    memory = torch.zeros(2, 64, dtype=torch.uint8).numpy()
+    slots = [Slots(address_of(row), 1, 64) for row in memory]
+    fabric.agents[P] = FakeAgent(fabric, P)
+    metadata = fabric.agents[P].metadata(fabric.agents[P].register(slots[1].region))
+    thread = NixlThread(lambda name: SecondLook(fabric, name), D)
+    try:
+        thread.order(Connect("lane", P, metadata, slots[1], memory[0]))
+        assert outcome_of(thread) == Connected("lane")
+        for _ in range(30_000):
+            thread.order(Read("lane", 0, 0, 64))
+            assert outcome_of(thread) == ReadEnded("lane", 0)
+    finally:
+        thread.close()
+
+
+def outcome_of(thread):
+    """Waits for the only outcome."""
+    (fd,) = thread.wake_fds
+    assert select.select([fd], [], [], 20.0)[0], "the thread sleeps, with a read under way"
+    (outcome,) = thread.outcomes()
+    return outcome
 
 
 def test_a_short_block_reads_only_its_descriptors_and_slots_never_overlap():

@@ -120,6 +120,29 @@ def outcome(events: list[object]) -> list[str]:
     return sorted(type(event).__name__ for event in events if isinstance(event, Complete | Lost | Released))
 
 
+def test_blocks_in_a_slab_follow_its_grant(start):
+    """Of a request that comes while blocks wait for a place in the connection's queue."""
+    pair = start()
+    requests = []
+
+    def hold(message):
+        pair.sender.is_full = pair.sender.is_full or isinstance(message, m.Announce)
+        requests.extend([message] if isinstance(message, SlabRequest) else [])
+        return [] if isinstance(message, SlabRequest) else [message]
+
+    pair.wire.on_message = hold
+    features = pair.open()
+    pair.run()
+    pair.sender.arrive("00000001", [memoryview(encode(requests[0]))])
+    pair.wire.on_message = lambda message: [message]
+    pair.sender.is_full = False
+    assert "Complete" in outcome(pair.run(5.0))
+    pair.check_landed(features)
+    assert pair.wire.count(SlabUnusable) == 0
+    kinds = [type(message) for message in pair.wire.said]
+    assert SlabBlock not in kinds[: kinds.index(SlabGrant)]
+
+
 def test_every_byte_comes_through_the_slab_and_every_slot_comes_back(start):
     pair = start()
     features = pair.open()
