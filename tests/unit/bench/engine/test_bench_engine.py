@@ -268,6 +268,7 @@ def test_built_in_shapes_are_models_of_the_sizes_in_their_names(tmp_path):
         "gpt-oss-120b": 116.8e9,
         "mistral-7b-v0.1": 7.242e9,
         "gemma-3-1b": 999.9e6,
+        "gemma-3-12b": 11.77e9,
     }
     for name in SHAPES.keys() - {"toy", "toy-moe", "toy-latent", "toy-gpt-oss"}:
         folder = tmp_path / name
