@@ -32,12 +32,20 @@ from .paged_tile import (
 from .triton_jit import cdiv, jit, jit_varying, next_power_of_2, tl
 
 MAX_TILE_ROWS = 64
-# Target number of programs: two per multiprocessor of an H200.
+# The fewest programs that are worth a split: two per multiprocessor of an H200.
 TARGET_PROGRAMS = 264
+# Programs that run at once on an H200, of a tile of up to SMALL_TILE (row, value) pairs and of a larger one:
+# six and four per multiprocessor.
+SMALL_TILE, MANY_SLOTS, SLOTS = 16 * 64, 792, 528
+FULL_SPLITS = 6  # fill those slots; more splits are for batches of too few programs alone
+ROUND_SPLITS = 4  # even out the last round of programs, where there are LONG columns or more
+LONG = 512
+SPLIT_COST = 0.09  # of the device's time, for each split that evens out
 MIN_SPLIT = 64  # columns, of heads of up to WIDE_HEAD values; of wider ones half as many
 WIDE_HEAD = 128
 MAX_SPLITS = 64
-FEW_SPLITS = 16  # the merge has two tiles: one of few splits, and one of MAX_SPLITS
+MERGE_BLOCKS = 4, 8, 16, MAX_SPLITS  # splits that a tile of the merge holds
+MERGE_VALUES = 4096  # of its tile
 
 
 def visible_columns(
@@ -259,27 +267,32 @@ def _merge_kernel(
     num_splits: tl.tensor,
     num_flat: tl.tensor,
     HEAD_DIM: tl.constexpr,
+    BLOCK_FLAT: tl.constexpr,
     BLOCK_SPLITS: tl.constexpr,
     BLOCK_DIM: tl.constexpr,
     CHAINED: tl.constexpr,
 ) -> None:
-    # one (request, row, head) per program: its splits, weighted by their share of the softmax's denominator
+    # a few (request, row, head) per program: their splits, weighted by their share of the softmax's
+    # denominator
     wait_for_previous(CHAINED)
-    i_flat = tl.program_id(0).to(tl.int64)
+    i_flat = tl.program_id(0).to(tl.int64) * BLOCK_FLAT + tl.arange(0, BLOCK_FLAT)
     i_split = tl.arange(0, BLOCK_SPLITS)
     i_dim = tl.arange(0, BLOCK_DIM)
-    m_dim = i_dim < HEAD_DIM
-    o_split = i_split * num_flat + i_flat
-    b_lse = tl.load(p_lse + o_split, mask=i_split < num_splits, other=float("-inf"))
+    m_flat, m_dim = i_flat < num_flat, i_dim < HEAD_DIM
+    o_split = i_split[None, :] * num_flat + i_flat[:, None]
+    m_split = m_flat[:, None] & (i_split < num_splits)[None, :]
+    b_lse = tl.load(p_lse + o_split, mask=m_split, other=float("-inf"))
     m_used = b_lse > float("-inf")
-    top = tl.max(b_lse, axis=0)
-    b_weight = tl.where(m_used, tl.exp2(b_lse - tl.where(top == float("-inf"), 0.0, top)), 0.0)
-    o_partial = o_split[:, None] * HEAD_DIM + i_dim[None, :]
-    b_partial = tl.load(p_partial + o_partial, mask=m_used[:, None] & m_dim[None, :], other=0.0)
+    top = tl.max(b_lse, axis=1)
+    top = tl.where(top == float("-inf"), 0.0, top)
+    b_weight = tl.where(m_used, tl.exp2(b_lse - top[:, None]), 0.0)
+    o_partial = o_split[:, :, None] * HEAD_DIM + i_dim[None, None, :]
+    b_partial = tl.load(p_partial + o_partial, mask=m_used[:, :, None] & m_dim[None, None, :], other=0.0)
     release_next(CHAINED)
-    total = tl.sum(b_weight, axis=0)
-    b_out = tl.sum(b_partial * b_weight[:, None], axis=0) / tl.where(total == 0.0, 1.0, total)
-    tl.store(p_out + i_flat * HEAD_DIM + i_dim, b_out.to(p_out.dtype.element_ty), mask=m_dim)
+    total = tl.sum(b_weight, axis=1)
+    b_out = tl.sum(b_partial * b_weight[:, :, None], axis=1) / tl.where(total == 0.0, 1.0, total)[:, None]
+    o_out = i_flat[:, None] * HEAD_DIM + i_dim[None, :]
+    tl.store(p_out + o_out, b_out.to(p_out.dtype.element_ty), mask=m_flat[:, None] & m_dim[None, :])
 
 
 def _tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> TileShape:
@@ -293,15 +306,17 @@ def _tile(dtype: torch.dtype, head_dim: int, num_rows: int) -> TileShape:
     return tile._replace(num_stages=2, num_warps=2 if tile.rows == MIN_DOT else tile.num_warps)
 
 
-def _split_tile(tile: TileShape) -> TileShape:
-    """`tile` for a context that is split: then a few programs of a multiprocessor copy all that it reads, and
-    two warps are too few for wide heads.
+def _split_tile(tile: TileShape, num_programs: int) -> TileShape:
+    """`tile` for a context that is split into `num_programs` programs: if they are few, those of a
+    multiprocessor copy all that it reads, and two warps are too few for wide heads.
 
     On an H200 a decode of 1, 8, 32 and 128 requests x 1024, with 4 heads of 256 values that share keys and a
     window of 512, takes 7.4, 8.9, 14.0 and 28.4 us so, against 10.8, 12.0, 16.0 and 31.7 us with two warps
-    and splits of 64.
+    and splits of 64. With a window three programs of four warps run on a multiprocessor, four of two: 512
+    programs of 8 KV heads take 105 us with four warps, 78 with two.
     """
-    return tile._replace(num_warps=max(tile.num_warps, 4)) if tile.dim > WIDE_HEAD else tile
+    is_wide = tile.dim > WIDE_HEAD and num_programs <= SLOTS * 3 // 4
+    return tile._replace(num_warps=max(tile.num_warps, 4)) if is_wide else tile
 
 
 def least_split(head_dim: int) -> int:
@@ -309,11 +324,30 @@ def least_split(head_dim: int) -> int:
     return MIN_SPLIT // 2 if head_dim > WIDE_HEAD else MIN_SPLIT
 
 
-def choose_splits(num_programs: int, capacity: int, min_split: int = MIN_SPLIT) -> int:
+def choose_splits(num_programs: int, capacity: int, tile: TileShape, min_split: int = MIN_SPLIT) -> int:
     """The number of splits of a context of up to `capacity` rows, for `num_programs` programs without
     splits, of `min_split` columns or more.
+
+    Few programs are split until the device is full. Some more than fit at once would leave most of the
+    device idle in their last round, which splits even out: on an H200 a decode of 64 and of 80 requests x
+    1024 with 8 KV heads of 128 values takes 71 and 109 us without splits, and the latter 91 us with three.
     """
-    return max(1, min(cdiv(TARGET_PROGRAMS, max(num_programs, 1)), cdiv(capacity, min_split), MAX_SPLITS))
+    slots = MANY_SLOTS if tile.rows * tile.dim <= SMALL_TILE else SLOTS
+    is_tall = tile.rows > MIN_DOT and tile.dim >= WIDE_HEAD  # its kernel without splits has half the slots
+    least = 0 if is_tall or tile.dim > WIDE_HEAD else slots  # up to so many have one full round
+    if num_programs <= slots // 2:
+        num = max(num_programs, 1)
+        splits = max(cdiv(TARGET_PROGRAMS, num), min(slots // num, FULL_SPLITS))
+    elif capacity < LONG or not least < num_programs <= 2 * slots:
+        splits = 1
+    else:
+        splits = max(range(1 + is_tall, ROUND_SPLITS + 1), key=lambda n: _worth(num_programs * n, slots, n))
+    return max(1, min(splits, cdiv(capacity, min_split), MAX_SPLITS))
+
+
+def _worth(num_programs: int, slots: int, splits: int) -> float:
+    """The part of the device's time that its programs use, less what splits cost."""
+    return num_programs / (cdiv(num_programs, slots) * slots) - SPLIT_COST * (splits - 1)
 
 
 def paged_verify_triton(
@@ -346,7 +380,7 @@ def paged_verify_triton(
     capacity = page_table.shape[1] * page_size
     capacity = min(capacity, form.window + num_rows) if form.window else capacity
     min_split = min_split or least_split(head_dim)
-    splits = num_splits or choose_splits(num_tiles * num_requests, capacity, min_split)
+    splits = num_splits or choose_splits(num_tiles * num_requests, capacity, tile, min_split)
     grid = (num_tiles, splits, num_requests)
     inputs = q, kv, layer, page_table, kv_lens, scale, tree_mask, form
     if splits == 1:
@@ -355,18 +389,24 @@ def paged_verify_triton(
     num_flat = num_requests * num_rows * num_heads
     partial = torch.empty(splits, num_flat, head_dim, dtype=torch.float32, device=q.device)
     lse = torch.empty(splits, num_flat, dtype=torch.float32, device=q.device)
-    _launch_splits(grid, _split_tile(tile), *inputs, partial, lse, min_split)
-    _merge_kernel[(num_flat,)](
+    tile = _split_tile(tile, num_tiles * num_requests * splits)
+    _launch_splits(grid, tile, *inputs, partial, lse, min_split)
+    block = next(size for size in MERGE_BLOCKS if size >= splits)
+    dim = next_power_of_2(head_dim)
+    # 16384 rows and heads of two splits take 5 us, eight in a program; one in a program 22 us
+    flat = min(max(MERGE_VALUES // (block * dim), 1), 8)
+    _merge_kernel[(cdiv(num_flat, flat),)](
         partial,
         lse,
         out,
         splits,
         num_flat,
         HEAD_DIM=head_dim,
-        BLOCK_SPLITS=FEW_SPLITS if splits <= FEW_SPLITS else MAX_SPLITS,
-        BLOCK_DIM=next_power_of_2(head_dim),
+        BLOCK_FLAT=flat,
+        BLOCK_SPLITS=block,
+        BLOCK_DIM=dim,
         **chained(q.device),
-        num_warps=2,
+        num_warps=2 if flat == 1 else 4,
     )
     return out
 

@@ -56,6 +56,7 @@ from baton.kernels.move_spans import RUN_FIELDS, SPAN_FIELDS, move_spans_triton
 from baton.kernels.norm_pair import norm_pair, norm_pair_triton
 from baton.kernels.normed_linear import UnscaledRows, scaled_linear_triton, sum_linear_triton
 from baton.kernels.packed_experts import MXFP4, PackedMatrices, packed_experts, packed_experts_triton
+from baton.kernels.paged_tile import TileShape
 from baton.kernels.penalise_logits import RowEdits, penalise_logits, penalise_logits_triton
 from baton.kernels.put_rows import Put, put_rows, put_rows_triton
 from baton.kernels.quantise_rows import quantise_rows_triton
@@ -568,12 +569,32 @@ def test_kernels_of_quantised_experts_compile_for_an_h200(compiled_for_h200: lis
             assert "wgmma" in kernel.asm["ptx"], name
 
 
+TILE = TileShape(rows=16, columns=64, dim=128, num_warps=2, num_stages=2)
+
+
 def test_splits_fill_the_device_without_cutting_a_context_finer_than_pays():
-    assert choose_splits(8, 100_000) == 33  # 8 x 33 = 264 programs, two per multiprocessor
-    assert choose_splits(8, 300) == 5
-    assert choose_splits(8, 1) == choose_splits(1000, 100_000) == 1
-    assert choose_splits(1, 10_000_000) == MAX_SPLITS
-    assert choose_splits(8, 300, least_split(256)) == 10, "columns of wide heads hold twice as many bytes"
+    assert choose_splits(8, 100_000, TILE) == 33  # 8 x 33 = 264 programs, two per multiprocessor
+    assert choose_splits(8, 300, TILE) == 5
+    assert choose_splits(8, 1, TILE) == choose_splits(1000, 100_000, TILE) == 1
+    assert choose_splits(1, 10_000_000, TILE) == MAX_SPLITS
+    wide = TILE._replace(columns=32, dim=256)
+    assert choose_splits(8, 300, wide, least_split(256)) == 10, "twice the bytes"
+    assert choose_splits(640, 132, TILE) == 1, "a window: a last round of short programs takes no time"
+
+
+@pytest.mark.parametrize(
+    ("tile", "best"),
+    [
+        (TILE, {64: 6, 96: 5, 128: 4, 144: 3, 256: 2, 384: 1, 512: 1, 640: 3, 768: 2, 896: 1, 1024: 1}),
+        (TILE._replace(dim=64), {64: 6, 128: 6, 192: 4, 256: 3, 384: 2, 512: 1, 768: 1, 896: 3, 1024: 3}),
+        (TILE._replace(rows=32), {64: 6, 128: 4, 256: 2, 320: 3, 384: 4, 512: 2, 768: 2, 1024: 2}),
+        (TILE._replace(dim=256), {64: 6, 144: 3, 256: 2, 320: 3, 512: 1, 640: 3, 768: 2, 1024: 1}),
+    ],
+    ids=["128", "64", "32 rows", "256"],
+)
+def test_splits_are_close_to_the_fastest_ones_measured_on_an_h200(tile, best):
+    """As measured for 1024 to 4096 columns."""
+    assert {num: choose_splits(num, 100_000, tile) for num in best} == best
 
 
 INT64 = torch.int64
