@@ -632,4 +632,4 @@ class DecodeWorker(RoleWorker[DecodeRoom]):
                 self._finish(room)
             elif is_bad:
                 room.is_tainted = True
-                self._fail(room, *room.request.logits_fault, retryable=False)
+                self._fail(room, *room.request.logits_fault, retryable=room.request.is_fault_ours)

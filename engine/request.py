@@ -127,7 +127,11 @@ class Request:
 
     @property
     def logits_fault(self) -> tuple[str, str]:
-        """(kind, message) for logits that are not finite: embeddings of a client may be the reason."""
+        """(kind, message) for logits that are not finite: the limit of a grammar or the embeddings of a
+        client may be the reason.
+        """
+        if self.fault:
+            return self.fault_kind, self.fault
         if self.num_embeds:
             return "BadEmbeds", "the model's logits for these embeddings are not finite"
         return "BadLogits", "the model's logits are not finite"

@@ -485,7 +485,7 @@ class PrefillWorker(RoleWorker[PrefillRoom]):
                 self._send(Advance(room=request.room, epoch=request.epoch, tokens_ready=chunk.end))
             elif bad[row]:
                 chunk.room.is_tainted = True
-                self._fail(chunk.room, *request.logits_fault, retryable=False)
+                self._fail(chunk.room, *request.logits_fault, retryable=request.is_fault_ours)
             else:
                 scored = firsts.token_logprobs(row, request.sampling.logprobs)
                 logprob = TokenLogprob(logprob=scored[0].logprob, top=scored[0].top) if scored else None

@@ -15,6 +15,9 @@ would end by SIGSEGV. Exit therefore waits for running threads, LAST_S at most.
 The memory of a compiled grammar follows from its compile time: 60 to 200 MB per second with llguidance 1.9.
 The pool therefore accounts for time. Kept grammars may hold half of HELD_S. A grammar that would exceed the
 rest is refused.
+
+All requests of a grammar share the lexer of its compilation, whose states only ever grow. When one of them
+runs into the limit of states, the compilation is worn: all fail, later ones too. `renew` replaces it.
 """
 
 import os
@@ -35,6 +38,7 @@ MAX_KEPT = 64
 MAX_CPU_S = 2.0  # of processor time; the router's trial compile gets the same wall time
 HELD_S = 6.0  # of processor time for all grammars in use or kept: half a gigabyte
 SMALL_S = 0.01  # cheaper grammars are never refused for lack of memory
+RENEWED_S = 0.05  # of compilation: cheaper grammars are compiled again between two steps
 LAST_S = 5.0  # wall time to finish MAX_CPU_S on a busy machine
 NICE, NICEST = 10, 19  # a tenth of a step's share of a core; idle time only
 
@@ -130,6 +134,28 @@ class Compilations:
             elif grammar in self._kept:
                 self._kept.move_to_end(grammar)
             return known
+
+    def renew(self, worn: Compilation) -> Compilation | None:
+        """A compilation of the same grammar without its states. Returns None if it would take too long here:
+        the next request begins it.
+        """
+        with self._lock:
+            known = self._kept.get(worn.grammar)
+            if known is not None and known is not worn:
+                return known if known.is_ready else None
+            self._kept.pop(worn.grammar, None)
+        if worn.cost_s > RENEWED_S:
+            return None
+        renewed = Compilation(worn.grammar)
+        renewed.cost_s = worn.cost_s
+        try:
+            renewed.matcher = self._compile(worn.grammar)
+        except GuideError:  # it was followed before
+            return None
+        with self._lock:
+            self._held.add(renewed)
+            self._keep(renewed)
+        return renewed
 
     def check(self) -> None:
         """Gives up compilations that exceed their time, even those without a waiting request. Waiting callers

@@ -15,6 +15,7 @@ from baton.router.text.tokenizer import load_tokenizer
 from baton.tests.parity.eagle3_toys import write_oracle
 from baton.tests.parity.json_schemas import grammar_of, schemas
 from baton.tests.sim.worker_pair import Pair, name
+from llguidance import LLMatcher
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, pre_tokenizers
 from tokenizers import models as tokenizer_models
@@ -174,6 +175,22 @@ def test_a_grammar_that_cannot_be_followed_fails_its_request_and_no_other(models
     failed = pair.ends[pair.rooms[1]]
     assert isinstance(failed, Failed)
     assert (failed.kind, failed.retryable) == ("BadGrammar", False)
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("drafts", [False, True], ids=["plain", "drafts"])
+def test_a_grammar_at_its_limit_fails_its_request_as_the_client_s_fault(models, drafts):
+    pair = pair_of(models, drafts)
+    deep = LLMatcher.grammar_from_regex("(((a{2,100}){2,100}){2,100}){8,100}b")
+    for _ in range(2):
+        good, bad = pair.answer([(grammar_of({"const": "fine"}), 1), (deep, 1)])
+        assert text_of(models, good) == '"fine"'
+        assert len(bad) > 20
+        assert set(bad) == {3 + LETTERS.index("a")}
+        failed = pair.ends[pair.rooms[1]]
+        assert isinstance(failed, Failed)
+        assert (failed.kind, failed.retryable) == ("BadGrammar", False)
+        assert "the grammar cannot be followed: lexer error" in failed.message
     pair.assert_nothing_is_held()
 
 
