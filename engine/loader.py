@@ -44,7 +44,7 @@ from .kv.window_pages import WindowPages
 from .kv.window_pool import WindowedPool
 from .models.registry import load_model_config
 from .models.weight_cuts import rank_config
-from .models.weights import load_model, needless_tensors, weight_bytes
+from .models.weights import load_model, load_stored_config, needless_tensors, weight_bytes
 from .parallel.group import SOLO, TensorGroup, join_group
 from .parallel.peer_sum import peer_sum
 from .parallel.rank_cards import card_of_rank
@@ -195,7 +195,7 @@ class EngineLoader:
 
     def _weight_bytes(self) -> int:
         """Bytes of the target's weights on this rank, about, by the headers of its checkpoint."""
-        needless = needless_tensors(load_model_config(self._path))
+        needless = needless_tensors(load_stored_config(self._path))
         return weight_bytes(
             self._path, self._dtype, needless, quantize=self.config.quantize, sharing=self._sharing
         )

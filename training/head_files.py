@@ -8,6 +8,7 @@ import torch
 
 from ..engine.models.config import ModelConfig
 from ..engine.models.config_reader import read_json
+from ..engine.models.layer_windows import FULL
 from ..engine.models.text_part import text_config
 from ..engine.speculative.drafters.mtp_config import CHAIN_KEY
 from ..engine.speculative.drafters.mtp_names import COUNT_KEYS
@@ -59,7 +60,7 @@ def write_eagle3_config(
             "eagle_aux_hidden_state_layer_ids": list(layers),
         },
     }
-    _write_config(directory, config | {key: given[key] for key in ROPE_KEYS if key in given})
+    _write_config(directory, config | _rope_keys(given, target))
 
 
 def write_dflash_config(
@@ -95,7 +96,7 @@ def write_dflash_config(
         "torch_dtype": "bfloat16",
         "dflash_config": {"mask_token_id": mask_token, "target_layer_ids": list(layers)},
     }
-    _write_config(directory, config | {key: given[key] for key in ROPE_KEYS if key in given})
+    _write_config(directory, config | _rope_keys(given, target))
 
 
 def write_mtp_config(directory: Path, model: Path) -> None:
@@ -104,6 +105,17 @@ def write_mtp_config(directory: Path, model: Path) -> None:
     # what the target says of its own modules does not hold for this one
     kept = {key: value for key, value in given.items() if key not in (*COUNT_KEYS, CHAIN_KEY)}
     _write_config(directory, {**kept, "torch_dtype": "bfloat16", "mtp_num_hidden_layers": 1})
+
+
+def _rope_keys(given: Mapping[str, object], target: ModelConfig) -> dict[str, object]:
+    """The rotation of the target's layers without a window, with the value of its family for an absent
+    `rope_theta`.
+    """
+    found = {key: given[key] for key in ROPE_KEYS if key in given}
+    kinds = found.get("rope_parameters")
+    if isinstance(kinds, Mapping) and isinstance(kinds.get(FULL), Mapping):
+        found["rope_parameters"] = kinds[FULL]
+    return {"rope_theta": target.rope.theta} | found
 
 
 def _text_config(model: Path) -> Mapping[str, object]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
+from ..engine.errors import CheckpointError
 from ..engine.models.rope import RotaryEmbedding
 from ..engine.speculative.drafters.mtp_config import DIALECTS, MtpConfig
 from .chain import ChainTrainee
@@ -78,7 +79,13 @@ class MtpTrainee(ChainTrainee):
             # both streams pass: the target's layer reads sums of what its layers before it wrote
             self.fc.weight += torch.cat((torch.eye(width), torch.eye(width)), 1) / 2
             self.norm.weight.copy_(target.model.norm.weight.float())
-        self.block.load_state_dict(layer_tensors(target.model, config.target_layers - 1), strict=True)
+        tensors = layer_tensors(target.model, config.target_layers - 1)
+        if others := sorted(tensors.keys() ^ self.block.state_dict().keys()):
+            raise CheckpointError(
+                f"{config.path}: an MTP module has plain layers in floats, and {others[0]} of the target's "
+                f"{config.layer.architecture} does not fit them; train an EAGLE3 head or a DFLASH drafter"
+            )
+        self.block.load_state_dict(tensors, strict=True)
         self._rotary = RotaryEmbedding(
             sizes.rope, sizes.head_dim, sizes.max_position_embeddings, target.model.device, target.model.dtype
         )

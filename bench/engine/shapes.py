@@ -303,7 +303,8 @@ def target_config(
     if model:
         found = load_model_config(resolve_checkpoint(model))
     else:
-        config = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"} | SHAPES[shape]
+        dense = {"architectures": ["LlamaForCausalLM"], "torch_dtype": "bfloat16"}
+        config = dense | {"eos_token_id": None} | SHAPES[shape]  # answers do not end
         whole = int(str(config["num_hidden_layers"]))
         if layers > whole:
             raise ConfigError(f"--layers {layers}: {shape} has {whole}; lower it")

@@ -20,7 +20,13 @@ from ...engine.errors import CheckpointError
 from ...engine.hub import NGRAM
 from ...engine.kv.budget import WINDOW_SLACK, PageBudget, WindowBudget
 from ...engine.models.config_reader import ConfigReader, read_json
-from ...engine.models.families import default_head_dim, default_positions, family_of, with_defaults
+from ...engine.models.families import (
+    default_head_dim,
+    default_positions,
+    family_of,
+    reached_positions,
+    with_defaults,
+)
 from ...engine.models.layer_windows import layer_windows
 from ...engine.models.text_part import OTHER_PARTS, text_config, text_name
 from ...engine.speculative.drafters.mtp_names import COUNT_KEYS, UNCOUNTED, is_mtp
@@ -212,7 +218,9 @@ def shape_of(
         latent_size=latent,
         windows=() if latent else _windows(config, model),
         frees_windows=frees_windows,
-        max_context=_count(config, "max_position_embeddings", model, default_positions(family)),
+        max_context=reached_positions(
+            config, _count(config, "max_position_embeddings", model, default_positions(family))
+        ),
         num_features=len(feature_layers(read_config(draft))) if draft is not None else 0,
     )
 

@@ -11,7 +11,15 @@ import torch
 from ...kernels.mxfp4 import BLOCK
 from ..kv.layouts import MHALayout, PageLayout
 from .config_reader import ConfigReader, read_json
-from .families import FAMILIES, HEAD_DIMS, default_head_dim, default_positions, with_defaults
+from .families import (
+    END_TOKENS,
+    FAMILIES,
+    HEAD_DIMS,
+    default_head_dim,
+    default_positions,
+    reached_positions,
+    with_defaults,
+)
 from .layer_forms import PLAIN_LAYERS, LayerForms, read_forms
 from .moe import GPT_OSS_NAMES, MIXTRAL_NAMES, QWEN_NAMES, MoEConfig
 from .quant.config import QuantConfig
@@ -146,13 +154,15 @@ def read_dense_config(reader: ConfigReader, *, architecture: str) -> ModelConfig
         vocab_size=reader.count("vocab_size"),
         rms_norm_eps=reader.number("rms_norm_eps", 1e-6),
         rope=rope,
-        max_position_embeddings=reader.count("max_position_embeddings", default_positions(family)),
+        max_position_embeddings=reached_positions(
+            reader.raw, reader.count("max_position_embeddings", default_positions(family))
+        ),
         tie_word_embeddings=reader.flag("tie_word_embeddings", False),
         attention_bias=True if family in BIASED else bias,
         attention_output_bias=False if family in BIASED else bias,
         mlp_bias=reader.flag("mlp_bias", False) if family in ("llama", "smollm3") else False,
         qk_norm=family in NORMED,
-        eos_token_ids=_eos_token_ids(reader, reader.source.parent / "generation_config.json"),
+        eos_token_ids=_eos_token_ids(reader, family, reader.source.parent / "generation_config.json"),
         dtype=_dtype(reader),
         num_mtp_modules=reader.count(MTP_KEY) if reader.raw.get(MTP_KEY) else 0,
         moe=moe,
@@ -247,7 +257,7 @@ def _head_shape(reader: ConfigReader, family: str, hidden: int, heads: int) -> t
     return kv_heads, head_dim
 
 
-def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ...]:
+def _eos_token_ids(reader: ConfigReader, family: str, generation_path: Path) -> tuple[int, ...]:
     """The EOS ids of both files, generation_config.json first, each once, without ids outside the
     vocabulary.
     """
@@ -261,6 +271,8 @@ def _eos_token_ids(reader: ConfigReader, generation_path: Path) -> tuple[int, ..
             if not isinstance(token, int) or isinstance(token, bool) or token < 0:
                 raise each.error("eos_token_id", "a token id or a list of token ids is required here")
             found[token] = None
+    if not found and family in END_TOKENS and not any("eos_token_id" in each.raw for each in readers):
+        found[END_TOKENS[family]] = None
     vocab_size = reader.count("vocab_size")
     unknown = [token for token in found if token >= vocab_size]
     if unknown:

@@ -70,6 +70,22 @@ DEFAULTS: Mapping[str, Mapping[str, object]] = MappingProxyType(
         },
     }
 )
+# The end token where neither config.json nor generation_config.json has the key: that of the class in
+# transformers.
+END_TOKENS: Mapping[str, int] = MappingProxyType(
+    {
+        "llama": 2,
+        "mixtral": 2,
+        "deepseek_v2": 2,
+        "deepseek_v3": 1,
+        "mistral": 2,
+        "gemma2": 1,
+        "gemma3_text": 1,
+        "phi3": 32000,
+        "olmo2": 50279,
+        "smollm3": 128001,
+    }
+)
 HEAD_DIMS: Mapping[str, int] = MappingProxyType({"qwen3": 128})  # where the key is absent or null
 
 
@@ -81,6 +97,21 @@ def default_head_dim(family: str, hidden: int, heads: int) -> int:
 def default_positions(family: str) -> int:
     """`max_position_embeddings` of a config without it."""
     return 32768 if family and family != "llama" else 2048
+
+
+def reached_positions(raw: Mapping[str, object], positions: int) -> int:
+    """The tokens of a context that a parsed config.json with `max_position_embeddings` of `positions` allows.
+
+    yarn that names its original positions reaches `factor` times as many. Model cards tell to add it to a
+    config whose `max_position_embeddings` stays as it is.
+    """
+    for scaling in (raw.get("rope_scaling"), raw.get("rope_parameters")):
+        if not isinstance(scaling, Mapping) or (scaling.get("rope_type") or scaling.get("type")) != "yarn":
+            continue
+        factor, original = scaling.get("factor"), scaling.get("original_max_position_embeddings")
+        if isinstance(factor, int | float) and isinstance(original, int):
+            return max(positions, int(factor * original))
+    return positions
 
 
 def family_of(raw: Mapping[str, object]) -> str:

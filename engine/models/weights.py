@@ -274,6 +274,19 @@ def has_own_head(path: Path) -> bool:
     return False
 
 
+def load_stored_config(path: Path) -> ModelConfig:
+    """As `load_model_config`, with embeddings that are tied only where no other lm_head is stored.
+
+    A tied one that is not is told in the log. Raises CheckpointError as `load_model_config` and
+    `has_own_head`.
+    """
+    config = load_model_config(path)
+    if config.tie_word_embeddings and has_own_head(path):
+        logger.warning("%s: tie_word_embeddings is true, but %s is another matrix; it is used", path, HEAD)
+        return replace(config, tie_word_embeddings=False)
+    return config
+
+
 def needless_tensors(config: ModelConfig) -> tuple[str, ...]:
     """Names of tensors that a checkpoint may have and no model of `config` reads, and prefixes of such.
 
@@ -312,12 +325,9 @@ def load_model(
     for a model whose attention is not batch-invariant although `is_invariant`.
     """
     path = Path(path)
-    config = load_model_config(path)
+    config = load_stored_config(path)
     find_shards(path)  # a missing file is reported before memory is taken
     config = replace(config, quant=quantise_at_load(quantize, config.quant, path), kv_dtype=kv_dtype)
-    if config.tie_word_embeddings and has_own_head(path):
-        logger.warning("%s: tie_word_embeddings is true, but %s is another matrix; it is used", path, HEAD)
-        config = replace(config, tie_word_embeddings=False)
     own = rank_config(config, sharing, str(path))
     if is_invariant and isinstance(config.kv_layout(1, 1, dtype), MLALayout):
         raise CheckpointError(

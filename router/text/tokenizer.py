@@ -16,7 +16,9 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from tokenizers import Regex
 from tokenizers import Tokenizer as Backend
+from tokenizers.pre_tokenizers import Split
 from transformers import PreTrainedTokenizerFast
 
 from ...cluster.errors import ConfigError, StartupError
@@ -28,6 +30,18 @@ from .word_ids import word_ids
 
 RENDERING = signature(PreTrainedTokenizerFast.apply_chat_template)
 TEMPLATE_FILE = "chat_template.json"  # beside the settings of models of images
+# Mistral Small 2501 and 3.1 and their like are published with the cuts of Llama 3 in tokenizer.json, not with
+# those of the tekken.json that they were trained with.
+LLAMA_CUTS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_CUTS = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+TEKKEN_MARK = ("[INST]", 3)  # a token of every tekken, and its id
 RESERVED_SWITCHES = frozenset((*RENDERING.parameters, "messages", "conversations"))
 
 
@@ -271,19 +285,31 @@ def _template_in(file: Path) -> str:
     return found
 
 
+def _correct_cuts(backend: Backend) -> None:
+    """Gives a tekken with the cuts of Llama 3 its own."""
+    token, token_id = TEKKEN_MARK
+    if backend.pre_tokenizer is None or backend.token_to_id(token) != token_id:
+        return
+    parts = json.loads(backend.pre_tokenizer.__getstate__()).get("pretokenizers") or [{}]
+    if parts[0].get("pattern") == {"Regex": LLAMA_CUTS}:
+        backend.pre_tokenizer[0] = Split(Regex(TEKKEN_CUTS), behavior="isolated")
+
+
 def load_tokenizer(model: str) -> Tokenizer:
     """The tokenizer of a model directory or hub id. Raises ConfigError or StartupError in one line."""
     path = Path(model)
     if path.is_dir() and not (path / "tokenizer.json").is_file():
-        raise ConfigError(
-            f"--model {model} has no tokenizer.json: give a Hugging Face directory with a fast tokenizer"
-        )
+        remedy = "give a Hugging Face directory with a fast tokenizer"
+        if (path / "tekken.json").is_file():
+            remedy = "a tekken.json alone is not read; take tokenizer.json from another copy of the model"
+        raise ConfigError(f"--model {model} has no tokenizer.json: {remedy}")
     if not path.is_dir() and (path.is_absolute() or model.startswith(".") or model.count("/") != 1):
         raise ConfigError(f"--model {model!r} is neither a directory nor a hub id (owner/name)")
     try:
         tokenizer = PreTrainedTokenizerFast.from_pretrained(model)
         if tokenizer.chat_template is None and (path / TEMPLATE_FILE).is_file():
             tokenizer.chat_template = _template_in(path / TEMPLATE_FILE)
+        _correct_cuts(tokenizer.backend_tokenizer)
         return Tokenizer(tokenizer)
     except (OSError, ValueError) as error:
         if isinstance(error, ConfigError):

@@ -79,5 +79,19 @@ class QuantConfig:
 
 def _matches(entry: str, module: str) -> bool:
     if entry.startswith("re:"):
-        return re.match(entry.removeprefix("re:"), module) is not None
+        pattern = entry.removeprefix("re:")
+        return any(re.match(pattern, name) for name in _names_for(pattern, module))
     return f".{entry}." in f".{module}."
+
+
+def _names_for(pattern: str, module: str) -> tuple[str, ...]:
+    """The names of a module that a regular expression may mean: those in a checkpoint that also reads images
+    if it speaks of the text model in there.
+    """
+    spoken = pattern.replace("\\", "")
+    if "language_model" not in spoken:
+        return (module,)
+    older, newer = f"language_model.{module}", f"model.language_model.{module.removeprefix('model.')}"
+    if "language_model.model" in spoken:
+        return (older,)
+    return (newer,) if "model.language_model" in spoken else (older, newer)

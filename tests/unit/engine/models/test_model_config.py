@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import pytest
+from baton.deploy.capacity.checkpoints import shape_of
 from baton.engine.errors import CheckpointError
 from baton.engine.models.config import ModelConfig
+from baton.engine.models.families import END_TOKENS, FAMILIES
 from baton.engine.models.moe import QWEN_NAMES, MoEConfig
 from baton.engine.models.registry import load_model_config
 from baton.engine.models.rope import RopeConfig
+from transformers import AutoConfig
 
 SMOLLM2 = {
     "architectures": ["LlamaForCausalLM"],
@@ -94,8 +97,37 @@ def test_absent_keys_take_the_defaults_of_the_format(tmp_path: Path):
     config = load_model_config(write(tmp_path, absent | {"architectures": "absent", "model_type": "llama"}))
     assert config.num_kv_heads == 9
     assert not config.tie_word_embeddings
-    assert config.eos_token_ids == ()
+    assert config.eos_token_ids == (2,)
     assert config.dtype == "float32"
+
+
+@pytest.mark.parametrize("family", sorted({*FAMILIES.values()} - {"mimo", "sparse_block"}))
+def test_end_tokens_of_a_family_are_those_of_its_class_in_transformers(family: str):
+    assert END_TOKENS.get(family) == AutoConfig.for_model(family).eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("scaling", "positions"),
+    [
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8192}, 32768),
+        ({"type": "yarn", "factor": 4, "original_max_position_embeddings": 8192}, 32768),
+        ({"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024}, 8192),
+        ({"rope_type": "yarn", "factor": 4.0}, 8192),
+        ({"rope_type": "linear", "factor": 4.0}, 8192),
+    ],
+    ids=["yarn", "older key", "positions are the product", "no original", "linear"],
+)
+def test_yarn_reaches_its_factor_of_the_original_positions(scaling: dict, positions: int, tmp_path: Path):
+    path = write(tmp_path, {"rope_scaling": scaling})
+    assert load_model_config(path).max_position_embeddings == positions
+    assert shape_of(path).max_context == positions
+
+
+def test_an_end_token_of_a_file_replaces_that_of_the_family(tmp_path: Path):
+    absent = {"eos_token_id": "absent"}
+    assert load_model_config(write(tmp_path, absent, {"eos_token_id": 5})).eos_token_ids == (5,)
+    assert load_model_config(write(tmp_path, {"eos_token_id": None}, {})).eos_token_ids == ()
+    assert load_model_config(write(tmp_path, absent, {})).eos_token_ids == (2,)
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, "{", "[]", "\udc80"])

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 from baton.deploy.capacity.checkpoints import count_weights, shape_of
+from baton.engine.config import EngineConfig
 from baton.engine.errors import CheckpointError
+from baton.engine.loader import EngineLoader
 from baton.engine.models.registry import load_model_config
 from baton.engine.models.text_part import is_whole, text_config, text_name
 from baton.engine.models.weights import load_model, needless_tensors, weight_bytes
@@ -145,6 +147,20 @@ def test_only_the_text_model_counts(family: str, toy_checkpoint: Copy):
     sizes = {name: tensor.numel() for name, tensor in model.tensors()}
     assert count_weights(path) == sum(sizes.values())
     assert weight_bytes(path, torch.float32, needless_tensors(config)) == 4 * sum(sizes.values())
+
+
+def test_an_lm_head_of_its_own_counts_in_the_memory_of_a_start(toy_copy: Copy):
+    path = toy_copy("gemma3_whole")
+    tensors = load_file(path / "model.safetensors")
+    (embedding,) = (name for name in tensors if name.endswith("embed_tokens.weight"))
+    heads = [name for name in tensors if name.endswith("lm_head.weight")] or ["lm_head.weight"]
+    save_file(tensors | {name: tensors[embedding] + 1 for name in heads}, path / "model.safetensors")
+    loader = EngineLoader(EngineConfig(model=str(path), dtype="float32", device="cpu"), has_drafter=False)
+    phases = dict(loader.phases())
+    phases["load weights"]()
+    model, config = load_model(path, dtype=torch.float32)
+    assert not config.tie_word_embeddings
+    assert loader._weight_bytes() == 4 * sum(tensor.numel() for _, tensor in model.tensors())
 
 
 def test_tensors_of_images_are_unknown_to_a_text_model(toy_copy: Copy):

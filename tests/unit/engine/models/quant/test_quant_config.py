@@ -195,3 +195,22 @@ def test_rounding_while_loading_equals_rounding_rows(toy_checkpoint: Callable[..
     num_rounded = sum(stored[name].numel() for name in rounded)
     whole = weight_bytes(path, torch.bfloat16)
     assert weight_bytes(path, torch.bfloat16, quantize="fp8") == whole - num_rounded
+
+
+@pytest.mark.parametrize(
+    ("entry", "skipped"),
+    [
+        (r"re:model\.language_model\.layers\.0\..*", True),
+        ("re:language_model.model.layers.0.*", True),
+        (r"re:.*language_model.*layers\.0\.mlp.*", True),
+        ("re:.*mlp.down_proj", True),
+        (r"re:^(?!.*language_model).*", False),
+        (r"re:^(?!model\.language_model\.layers).*$", False),
+        (r"re:^(?!language_model\.model\.layers).*$", False),
+        ("re:.*vision_tower.*", False),
+    ],
+)
+def test_a_regular_expression_may_name_modules_of_the_whole(entry: str, skipped: bool):
+    """Of a checkpoint that also reads images: its text model has names without `language_model` here."""
+    found = QuantConfig(form=Fp8Form(), ignored=(entry,))
+    assert found.is_ignored("model.layers.0.mlp.down_proj") == skipped
