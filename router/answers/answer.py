@@ -91,8 +91,8 @@ class Answer:
         self._choices = choices
         self._builder = builder
         self._options = options
-        # an ID of /requests/ID
-        self._named = [(b"x-request-id", entries[0].request.tag.request_id.encode())]
+        self.request_id = entries[0].request.tag.request_id  # an ID of /requests/ID
+        self._named = [(b"x-request-id", self.request_id.encode())]
         if options.ignored:
             self._named.append((IGNORED_FIELDS, header_of(options.ignored)))
 

@@ -73,6 +73,7 @@ class Recording:
         self._is_ended = False  # the last part of the body was written
         self.num_bytes = 0
         self.work: Callable[[], Work] | None = None  # of the request, once it was accepted
+        self.request_id = ""  # of the request as well
         self.num_readers = 0
         self.is_over = False
         self.error: Exception | None = None
@@ -164,6 +165,11 @@ class Replay:
         recording.num_readers += 1
 
     @property
+    def request_id(self) -> str:
+        """Of the request that made the answer; "" if it was refused."""
+        return self._recording.request_id
+
+    @property
     def work(self) -> Callable[[], Work] | None:
         """For the access log: the work counts for the first reader only."""
         found = self._recording.work
@@ -240,7 +246,7 @@ class Idempotency:
         error: Exception | None = None
         try:
             answer = await begin()
-            recording.work = answer.work
+            recording.work, recording.request_id = answer.work, answer.request_id
             recording.begun()
             await answer.serve(recording)
         except Exception as raised:

@@ -228,6 +228,7 @@ class Routes:
         key = checked_key(exchange.header(IDEMPOTENCY_KEY.name))
         if not key:
             answer = await begin()
+            exchange.take_id(answer.request_id)
             exchange.work = answer.work
             return await answer.serve(exchange)
         key = f"{exchange.caller.id} {key}"  # separates the keys of different clients
@@ -236,6 +237,7 @@ class Routes:
         if body.seed is None:
             body.seed = seed_of(digest)
         replay = await self._service.replays.answer(key, digest, begin)
+        exchange.take_id(replay.request_id)
         exchange.work = replay.work
         await replay.serve(exchange)
 

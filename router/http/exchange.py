@@ -148,6 +148,10 @@ class Exchange:
             self._request_id = minted_id()
         return self._request_id
 
+    def take_id(self, request_id: str) -> None:
+        """The id of the answer, which the access log needs although the client may leave before its head."""
+        self._request_id = self._request_id or request_id
+
     @property
     def is_foreign(self) -> bool:
         """Whether a browser sent it for a page of another origin."""

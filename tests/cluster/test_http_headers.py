@@ -218,6 +218,8 @@ def test_clients_that_leave_and_answers_that_are_repeated_have_lines(start, line
     until(lambda: len(lines()) == 3, "they are written")
     left, made, repeated = lines()
     assert (left["status"], left["outcome"]) == (499, "cancelled")
+    assert left["request"] == decode.of(Reserve)[0].request_id
+    assert httpx.get(f"{running.url}/requests/{left['request']}").status_code == 200
     assert (made["outcome"], repeated["outcome"]) == ("ok", "replayed")
     assert repeated["output_tokens"] == 0 < made["output_tokens"]
     assert repeated["room"] == made["room"]
