@@ -95,6 +95,9 @@ CLASS_REQUESTS = _gauge("class_requests", "Choices that wait or are at the worke
 CLASS_WAIT = _gauge("class_oldest_wait_seconds", "Wait of the first in line.", "priority")
 REGISTERED = _gauge("registered_workers", "Workers that this router knows.", "role", "state")
 READY = _gauge("ready", "Whether /ready says so.")
+LACKS_PREFILL = _gauge(
+    "lacks_prefill", "Whether decode workers serve that have no prefill worker and are not aggregated."
+)
 CANARIES = _counter("canaries", "Tiny requests of the router's own.", "outcome")
 FAILING_PAIRS = _gauge(
     "failing_pairs", "Canaries in a row that failed on a pair.", "prefill", "decode", "kind"
@@ -157,7 +160,7 @@ OF_CLASS = (
     OUTPUT_LENGTH,
 )  # histograms with route and priority
 OF_ALL = (PREFILL_QUEUE, PREFILL, HANDOFF_SECONDS, HANDOFF_RATE)  # histograms without
-OF_CANARIES = (READY, CANARIES, FAILING_PAIRS)
+OF_CANARIES = (READY, LACKS_PREFILL, CANARIES, FAILING_PAIRS)
 OF_BUILD = (BUILD, OLD_BUILD)
 OF_ROUTER = (
     REQUESTS,

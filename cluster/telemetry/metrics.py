@@ -126,6 +126,8 @@ class RouterRecord:
     """Registered workers by role and state."""
     is_ready: bool = False
     """Whether /ready answers 200."""
+    lacks_prefill: bool = False
+    """Whether decode workers compute prompts because there is no prefill worker."""
     canaries: Mapping[str, int] = field(default_factory=dict)
     """Totals by outcome."""
     failing_pairs: tuple[tuple[str, str, str, int], ...] = ()
@@ -212,6 +214,7 @@ class RouterMetrics:
 def add_router(families: Families, router: RouterRecord) -> None:
     """Adds the router's condition. Events with a metric of their own are left out of the other events."""
     families.add(names.READY, (), router.is_ready)
+    families.add(names.LACKS_PREFILL, (), router.lacks_prefill)
     for outcome, total in sorted(router.canaries.items()):
         families.add(names.CANARIES, (outcome,), total)
     for prefill, decode, kind, num_failures in router.failing_pairs:

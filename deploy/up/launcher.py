@@ -249,14 +249,27 @@ class Cluster:
 
     def _ready_pid(self, url: str, all_workers: bool) -> int:
         """The PID of the router at `url` once enough of its workers serve; 0 before."""
+        status = self._status(url)
+        return 0 if status is None or (all_workers and self._missing(status[1])) else status[0]
+
+    def missing_workers(self) -> str:
+        """Those of its workers that do not serve yet, as the first router sees them; "" for none."""
+        status = self._status((self.own_urls or [self.url])[0])
+        return self._missing(status[1] if status is not None else [])
+
+    def _missing(self, serving: Sequence[str]) -> str:
+        wanted = {"prefill": self.config.prefill, "decode": self._num_decode}
+        missing = {role: count - serving.count(role) for role, count in wanted.items()}
+        return ", ".join(f"{missing[role]} of {wanted[role]} {role}" for role in wanted if missing[role] > 0)
+
+    def _status(self, url: str) -> tuple[int, list[str]] | None:
+        """The PID of the router at `url` and the roles of its serving workers."""
         try:
             status = json.loads(fetch(url, "/status", self._token) or "{}")
             pid, workers = int(status["router"]["pid"]), status["workers"]
-            roles = [worker["role"] for worker in workers if worker["state"] == "serving"]
+            return pid, [worker["role"] for worker in workers if worker["state"] == "serving"]
         except (ValueError, KeyError, TypeError):
-            return 0
-        wanted = {"prefill": self.config.prefill, "decode": self._num_decode} if all_workers else {}
-        return pid if all(roles.count(role) >= count for role, count in wanted.items()) else 0
+            return None
 
     def _remove_directory(self) -> None:
         if self._directory is not None:
@@ -356,19 +369,37 @@ def _tell(lines: Sequence[str], message: str, **values: object) -> None:
     sys.stdout.flush()
 
 
+def _tell_serving(cluster: Cluster, began: float, missing: str) -> None:
+    """Some workers serve, which is less than what was ordered: decode alone computes the prompts, too."""
+    seconds = round(time.monotonic() - began, 1)
+    line = f"serving  {cluster.url}  ({seconds:.1f} s), not yet started: {missing}"
+    _tell([line], "serving", url=cluster.url, seconds=seconds, missing=missing)
+
+
+def _tell_ready(cluster: Cluster, began: float) -> None:
+    seconds, watched = round(time.monotonic() - began, 1), ",".join(cluster.own_urls)
+    lines = [f"ready  {cluster.url}  ({seconds:.1f} s)"]
+    lines += [f"watch  baton top --url {watched}"] * bool(watched)
+    _tell(lines, "ready", url=cluster.url, seconds=seconds, own_urls=watched)
+
+
 def _serve(prog: str, cluster: Cluster, shutdown: Shutdown, notifier: Notifier) -> int:
     """Runs the cluster until a signal or a failure. All children have ended when it returns."""
     began = time.monotonic()
     try:
         with waiting(notifier, "waiting for workers"):
-            is_ready = cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain)
-        if is_ready:
-            seconds, watched = round(time.monotonic() - began, 1), ",".join(cluster.own_urls)
-            lines = [f"ready  {cluster.url}  ({seconds:.1f} s)"]
-            lines += [f"watch  baton top --url {watched}"] * bool(watched)
-            _tell(lines, "ready", url=cluster.url, seconds=seconds, own_urls=watched)
+            is_serving = cluster.wait_ready(float("inf"), all_workers=False, give_up=shutdown.drain)
+        is_told = not is_serving
+        if is_serving:
             notifier.ready(f"serving at {cluster.url}")
-        while not shutdown.drain.wait(0.2):
+            if missing := cluster.missing_workers():
+                _tell_serving(cluster, began, missing)
+        while True:
+            if not is_told and not cluster.missing_workers():
+                _tell_ready(cluster, began)
+                is_told = True
+            if shutdown.drain.wait(0.2):
+                break
             notifier.ping(time.monotonic())
             if cluster.failure:
                 raise StartupError(cluster.failure)

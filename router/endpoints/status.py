@@ -26,6 +26,7 @@ from ...cluster.telemetry.metrics import ClassLoad, RouterRecord
 from ...cluster.telemetry.worker_metrics import WorkerFacts, WorkerRecord, shown_workers
 from ..scheduling.dispatcher import Dispatcher
 from ..workers.eligibility import is_ready, why_not_pair
+from ..workers.lone_decode import lacks_prefill
 from ..workers.pair_health import PairStatus
 from ..workers.registry import Registry, Worker
 from ..workers.role_changes import RoleMove
@@ -239,6 +240,7 @@ def metrics_of(
         responses=responses or {},
         registered=registered_of(dispatcher.registry),
         is_ready=dispatcher.is_ready,
+        lacks_prefill=lacks_prefill(dispatcher.registry),
         canaries=dispatcher.health_probes.outcomes,
         failing_pairs=tuple(dispatcher.health_probes.pair_health.failures()),
         classes=dispatcher.classes(),

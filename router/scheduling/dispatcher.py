@@ -47,6 +47,7 @@ from ..rooms.retries import RetryBudget
 from ..rooms.room import Room, RoomPhase
 from ..workers.eligibility import Limits, can_ever, known_limits, known_pairs
 from ..workers.health_probe import HealthProbes
+from ..workers.lone_decode import LoneDecode
 from ..workers.outbox import Outbox, Soon, Transmit
 from ..workers.registration import Registration
 from ..workers.registry import Registry, Worker
@@ -127,6 +128,7 @@ class Dispatcher:
         self.admission = AdmissionQueue(registry, self._waiting, max_queue, self.stalls)
         self.health_probes = HealthProbes(registry, self._outbox, mint, canary_s)
         self._placer = Placer(registry, policy, self.health_probes.pair_health, mint=mint, clock=clock)
+        self._lone_decode = LoneDecode()
         self._registration = Registration(registry, self._outbox, self.events)
         self.role_changes = RoleChanges(registry)
         self.role_moves = RoleMoves(registry, self._waiting, self._entries, scaler)
@@ -463,6 +465,8 @@ class Dispatcher:
         self.registry.excuse(now, is_behind=is_behind)
         if lost := self.stalls.lost(now):
             self.lose(lost)
+        if not self.is_draining:
+            self._lone_decode.look(self.registry, now)
         for worker in self.registry:
             self._outbox.flush(worker, now)
         self.role_changes.turn(now)

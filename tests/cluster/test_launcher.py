@@ -335,9 +335,12 @@ def test_several_routers_are_ready_when_each_own_port_says_so(launch, runtime):
     assert cluster.wait_ready(60)
 
 
+LATE_PREFILL = ROUTER.replace('"control"), "w")', '"control"), "w"); open("wait", "w")')
+
+
 def test_a_cluster_is_ready_when_all_its_workers_serve(launch, runtime):
     """A decode worker alone makes the router ready, and would compute the prompts itself."""
-    cluster, _ = launch(router=ROUTER.replace('"control"), "w")', '"control"), "w"); open("wait", "w")'))
+    cluster, _ = launch(router=LATE_PREFILL)
     poll_until(lambda: cluster._is_ready(all_workers=False))
     assert not cluster._is_ready(all_workers=True)
     (next(runtime.iterdir()) / "wait").unlink()
@@ -351,6 +354,17 @@ def test_up_prints_the_own_port_of_each_router(runtime):
         process.send_signal(signal.SIGINT)
     assert command == "watch  baton top"
     assert len({client.url for client in clients_of(urls)}) == 2
+
+
+def test_up_says_what_is_missing_while_decode_serves_alone(runtime):
+    with start_main(runtime, router=LATE_PREFILL) as process:
+        line = process.stdout.readline()
+        assert line.startswith("serving  http://127.0.0.1:")
+        assert line.endswith(" s), not yet started: 1 of 1 prefill\n")
+        (next(runtime.iterdir()) / "wait").unlink()
+        assert process.stdout.readline().startswith("ready  http://127.0.0.1:")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
 
 
 @pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])

@@ -105,9 +105,10 @@ CASES = (
         summary="No router is scraped.",
     ),
     AlertCase(
-        alert="BatonNoPrefill", fires=registered(ROUTER, "prefill", "serving", "2x30 0x30"),
-        quiet=registered(ROUTER, "prefill", "serving", "0x60"),  # there never was one
-        summary="No prefill worker of m is left, decode workers compute prompts.",
+        alert="BatonNoPrefill",
+        fires={f"baton_lacks_prefill{{{router}}}": "1x60" for router in (ROUTER, OTHER_ROUTER)},
+        quiet={f"baton_lacks_prefill{{{ROUTER}}}": "1x60", f"baton_lacks_prefill{{{OTHER_ROUTER}}}": "0x60"},
+        summary="No prefill worker of m serves, decode workers compute prompts.",
     ),
     AlertCase(
         alert="BatonWorkerStalled", severity="critical", labels={"model_name": "m", "role": "decode"},

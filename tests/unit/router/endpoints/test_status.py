@@ -6,7 +6,8 @@ from types import SimpleNamespace
 
 import msgspec
 from baton.cluster.protocol.messages import Choice, DraftWidths, RoomCounts, WorkerStats
-from baton.router.endpoints.status import registered_of, status_of, unpaired_of, why_not_ready
+from baton.cluster.telemetry.metrics import RouterMetrics
+from baton.router.endpoints.status import metrics_of, registered_of, status_of, unpaired_of, why_not_ready
 from baton.router.workers.registry import Registry
 from baton.router.workers.role_changes import RoleChanges
 from baton.router.workers.stalls import Stalls
@@ -25,11 +26,14 @@ def registry_of(*hellos):
 
 
 def dispatcher_of(registry):
-    proofs = SimpleNamespace(status=lambda now: [], why_not=lambda now: "no pair was shown")
+    proofs = SimpleNamespace(
+        status=lambda now: [], why_not=lambda now: "no pair was shown", failures=lambda: []
+    )
     return SimpleNamespace(
         registry=registry, is_draining=False, is_ready=False, num_queued=0, num_running=0, num_open=0,
         event_totals={},
-        health_probes=SimpleNamespace(pair_health=proofs),
+        health_probes=SimpleNamespace(pair_health=proofs, outcomes={}),
+        metrics=RouterMetrics("m"),
         stalls=Stalls(registry, 0.0, Counter()),
         role_changes=RoleChanges(registry),
         classes=lambda: (),
@@ -76,6 +80,15 @@ def test_registered_workers_are_counted_by_role_and_state():
     shown = {key: number for key, number in registered_of(registry).items() if number}
     assert shown == {("prefill", "serving"): 1, ("decode", "serving"): 1, ("decode", "draining"): 1}
     assert registered_of(registry_of())["prefill", "serving"] == 0, "an alert needs a series to compare"
+
+
+def test_a_router_without_prefill_says_so_in_its_metrics():
+    def lacks(*hellos):
+        return b'baton_lacks_prefill{model_name="m"} 1' in metrics_of(dispatcher_of(registry_of(*hellos)))
+
+    assert lacks(hello(D))
+    assert not lacks(hello(D), PREFILL)
+    assert not lacks(hello(D, aggregated=True))
 
 
 def test_status_names_aggregated_workers():
