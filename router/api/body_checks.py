@@ -6,6 +6,7 @@ supported are refused by name; a value that asks for nothing (null, or the API's
 
 import re
 import secrets
+from codecs import BOM_UTF8
 from collections.abc import Mapping, Sequence
 from typing import TypeVar, cast
 
@@ -32,7 +33,7 @@ from .tool_bodies import AllowedTools, Function, ToolChoice
 from .unknown_fields import unknown_field_error, unknown_fields, without
 
 MAX_MESSAGES = 4096
-MAX_STOPS = 4
+MAX_STOPS = 64  # OpenAI's API has 4; vLLM has no bound, and evaluations send long lists
 MAX_STOP_CHARS = 256
 MAX_BIASES = 1024
 SEED_MASK = MAX_SEED
@@ -52,6 +53,7 @@ def parse_body(raw: bytes, kind: type[B], ignored: list[str] | None = None) -> B
 
     Unknown fields are refused; with a list `ignored` they are left out and their paths appended to it.
     """
+    raw = raw.removeprefix(BOM_UTF8)  # some clients of Windows write it
     try:
         body = _decoded(raw, kind, ignored)
     except UNREADABLE as error:

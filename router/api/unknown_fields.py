@@ -18,6 +18,7 @@ from .response_items import ITEMS
 
 MAX_VISITED = 20_000  # objects and list elements of a body; about 10 ms
 MAX_NAMED = 32  # fields in one error
+SWITCHES, SWITCH_KWARGS = ("enable_thinking", "thinking"), "chat_template_kwargs"
 
 
 @dataclass(frozen=True)
@@ -115,6 +116,8 @@ def without(raw: bytes, kind: type) -> tuple[bytes, list[str]]:
 
 
 def _hint(one: UnknownField) -> str:
+    if one.name in SWITCHES and SWITCH_KWARGS in one.known:
+        return f"; templates take it in {SWITCH_KWARGS}"
     return did_you_mean(one.name, one.known)
 
 

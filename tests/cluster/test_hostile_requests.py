@@ -85,7 +85,7 @@ def test_s16_lists_and_ids_out_of_range_are_refused(served):
         ({"logit_bias": {"5": 101.0}}, "logit_bias"),
         ({"prompt": [400]}, "prompt"),
         ({"prompt": [2**63]}, "prompt"),
-        ({"stop": ["x"] * 5}, "stop"),
+        ({"stop": ["x"] * 65}, "stop"),
         ({"stop": ["x" * 5000]}, "stop"),
     ):
         assert is_refused(ask(served, COMPLETE, COMPLETION | more), param), more.keys()

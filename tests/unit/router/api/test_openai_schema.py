@@ -50,6 +50,18 @@ def test_defaults_are_the_apis():
     assert (sampling.logit_bias, sampling.stop_token_ids, sampling.ignore_eos) == ({}, [], False)
 
 
+def test_a_mark_of_the_byte_order_is_no_part_of_a_body():
+    raw = json.dumps({"messages": [{"role": "user", "content": "hi"}]}).encode()
+    assert parse_body(b"\xef\xbb\xbf" + raw, ChatBody) == parse_body(raw, ChatBody)
+
+
+def test_as_many_stop_strings_as_evaluations_send_are_taken():
+    body = {"prompt": "a", "stop": [f"\n{number}" for number in range(64)]}
+    assert len(parse_body(json.dumps(body).encode(), CompletionBody).stops) == 64
+    with pytest.raises(ApiError, match="65 strings, at most 64"):
+        parse_body(json.dumps(body | {"stop": [*body["stop"], "a"]}).encode(), CompletionBody)
+
+
 @pytest.mark.parametrize(
     "field", ["n", "stop", "seed", "temperature", "top_p", "logit_bias", "stream", "tools", "user"]
 )

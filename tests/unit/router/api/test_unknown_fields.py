@@ -61,6 +61,12 @@ def test_a_misspelt_field_gets_a_hint():
     assert "did you mean 'temperature'?" in both
 
 
+def test_a_switch_of_templates_is_told_its_place():
+    said = error_of(CHAT | {"enable_thinking": False}).message
+    assert said.endswith("is not a field of this request; templates take it in chat_template_kwargs")
+
+
+
 def test_a_wrong_type_is_refused_where_unknown_fields_are_ignored():
     for body, code in (
         (CHAT | {"num_ctx": 1, "n": "2"}, "invalid_type"),
