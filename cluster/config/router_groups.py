@@ -13,6 +13,7 @@ TOOL_PARSERS = (
     "auto", "none", "hermes", "qwen3_coder", "llama3_json", "pythonic", "deepseek_v3", "harmony", "mistral",
 )  # fmt: skip
 REASONING_PARSERS = ("auto", "none", "think", "harmony", "mistral", "seed_oss")
+CHAT_AUTO = -1  # --chat-max-tokens auto
 DECODE_POLICIES = ("session", "least-loaded", "round-robin", "power-of-two")
 
 # --prefix-pulls: whether prefill gets what decode has generated
@@ -77,14 +78,14 @@ class HttpSettings(RoleConfig):
         ),
     )
     chat_max_tokens: int = setting(
-        1024,
+        CHAT_AUTO,
         Setting(
-            help="output of a chat that does not ask for a length, for which decode reserves pages; 0: "
-            "what is left of the "
-            "context",
+            help="output of a chat that does not ask for a length; 0: what is left of the context; auto: "
+            "that, or 1024 where a decode worker reserves pages for whole answers (--reserve whole)",
             unit="tokens",
             minimum=0,
             maximum=2**31 - 1,
+            auto=CHAT_AUTO,
         ),
     )
     share_port: bool = setting(

@@ -164,7 +164,7 @@ CHAT: Mapping[str, Field] = _COMMON | {
     ),
     "max_tokens": _works("the same as max_completion_tokens"),
     "max_completion_tokens": _works(
-        "default: what is left of the context, `--chat-max-tokens` (1024) at most"
+        "default: what is left of the context, `--chat-max-tokens` at most"
     ),
     "logprobs": _works("of the model's own distribution, before temperature and penalties"),
     "top_logprobs": _works("up to 20, with logprobs"),
@@ -221,7 +221,7 @@ RESPONSE: Mapping[str, Field] = {
     "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
     "input": _works("text, or items: messages of text, reasoning, function calls and their outputs"),
     "instructions": _works("a system message in front"),
-    "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` (1024) at most"),
+    "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` at most"),
     "temperature": _works("as in a chat"),
     "top_p": _works("as in a chat"),
     "top_logprobs": _works("up to 20, with include"),

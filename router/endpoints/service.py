@@ -13,7 +13,7 @@ from typing import TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from ...cluster.config.router_groups import SHOW_PORTLESS
+from ...cluster.config.router_groups import CHAT_AUTO, SHOW_PORTLESS
 from ...cluster.protocol.messages import RoutedShape
 from ...cluster.protocol.prompt_embeds import ELEMENT_BYTES
 from ...cluster.telemetry.trace_context import NOWHERE, TraceContext
@@ -49,6 +49,7 @@ from ..sandbox.fork_server import ForkServer
 from ..scheduling.dispatcher import Dispatcher
 from ..scheduling.inbox import Inbox
 from ..scheduling.request_limits import (
+    CHAT_MAX_TOKENS,
     check_routed,
     embeds_width,
     max_new_tokens,
@@ -468,7 +469,8 @@ class Service:
         """The prompt with as many of its last tokens as `truncate_prompt_tokens` keeps."""
         keep = body.truncate_prompt_tokens or 0
         if keep < 0:
-            default = (self._chat_max_tokens or 1) if isinstance(body, ChatBody) else COMPLETION_MAX_TOKENS
+            chat_max = CHAT_MAX_TOKENS if self._chat_max_tokens == CHAT_AUTO else self._chat_max_tokens or 1
+            default = chat_max if isinstance(body, ChatBody) else COMPLETION_MAX_TOKENS
             keep = most_of_prompt(max_new_of(body), default, live)
         return Prompt(prompt.ids[-keep:]) if len(prompt.ids) > keep else prompt
 

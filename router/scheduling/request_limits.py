@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 
+from ...cluster.config.router_groups import CHAT_AUTO
 from ...cluster.protocol.codec import CONTROL_MAX_FRAME
 from ...cluster.protocol.messages import YOUNG_SAMPLING_FIELDS, RoutedShape, Sampling
 from ..api.body_checks import COMPLETION_MAX_TOKENS
@@ -15,6 +16,7 @@ from ..workers.registry import Registry, Worker
 MAX_PROMPT_TOKENS = (CONTROL_MAX_FRAME - MAX_GRAMMAR - (64 << 10)) // 5
 ANSWER_ID_BYTES = 4  # of an expert, before base64
 MAX_ROUTED_BYTES = 64 << 20  # of the experts in an answer, before base64
+CHAT_MAX_TOKENS = 1024  # output of a chat that names no length, where decode reserves pages for all of it
 DEFAULTS = Sampling()
 # The API's names of young fields.
 SAID = {
@@ -32,7 +34,8 @@ def no_workers() -> ApiError:
 
 
 def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_max: int, live: Limits) -> int:
-    """The output length: as asked, or a default that fits (`chat_max` for a chat; 0: all that fits).
+    """The output length: as asked, or a default that fits (`chat_max` for a chat; 0: all that fits;
+    CHAT_AUTO: all that fits, unless decode would hold its pages from the start).
 
     Raises ApiError for a prompt that is too long.
     """
@@ -40,6 +43,8 @@ def max_new_tokens(num_prompt: int, asked: int | None, *, is_chat: bool, chat_ma
     check_prompt(num_prompt, param, live)
     if asked is None:
         room = min(live.context, live.decode_tokens) - num_prompt
+        if chat_max == CHAT_AUTO:
+            chat_max = 0 if live.grows else CHAT_MAX_TOKENS
         default = (chat_max or room) if is_chat else COMPLETION_MAX_TOKENS
         return max(1, min(default, room))
     if num_prompt + asked > live.context:

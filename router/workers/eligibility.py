@@ -54,6 +54,7 @@ class Limits:
     decode_tokens: int  # tokens of prompt and output that fit the pages of the roomiest decode worker
     prefill_tokens: int  # prompt tokens that fit the pages of the roomiest prefill worker
     vocab_size: int  # 0: unknown
+    grows: bool = False  # every decode worker takes pages as tokens come
 
     @property
     def fitting(self) -> int:
@@ -122,6 +123,7 @@ def limits(workers: Iterable[Worker], *, with_stalled: bool = False) -> Limits |
         decode_tokens=max(d.hello.pages_total * d.hello.page_size - d.hello.spec_tokens for _, d in live),
         prefill_tokens=max(p.hello.pages_total * p.hello.page_size for p, _ in live),
         vocab_size=max(d.hello.vocab_size for _, d in live),
+        grows=all(d.hello.grows for _, d in live),
     )
 
 

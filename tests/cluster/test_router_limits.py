@@ -272,10 +272,16 @@ def _ask_health(running):
         return read_all(connection)
 
 
-@pytest.mark.parametrize(("chat_max_tokens", "expected"), [(7, 7), (100_000, None), (0, None)])
-def test_a_chat_without_max_tokens_gets_the_default_or_the_rest(start, chat_max_tokens, expected):
+@pytest.mark.parametrize(
+    ("chat_max_tokens", "grows", "expected"),
+    [
+        (7, True, 7), (100_000, True, None), (0, True, None), (0, False, None), (-1, True, None),
+        (-1, False, 1024),
+    ],
+)  # fmt: skip
+def test_a_chat_without_max_tokens_gets_the_default_or_the_rest(start, chat_max_tokens, grows, expected):
     running, script = start(chat_max_tokens=chat_max_tokens)
-    _, decode = running.pair(script, max_context=3000, pages_total=1000)
+    _, decode = running.pair(script, max_context=3000, pages_total=1000, grows=grows)
     assert post(running, max_tokens=None).status_code == 200
     reserve = decode.of(Reserve)[0]
     assert reserve.sampling.max_new_tokens == (expected or 3000 - len(reserve.prompt_ids))
