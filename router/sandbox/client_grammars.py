@@ -69,7 +69,17 @@ def check_repeats(text: str, field: str) -> None:
         raise bad_request(f"{field}: {most} repetitions are more than {MAX_TEXT}", param=field)
 
 
+# What llguidance says, by words of it, for those who do not know llguidance.
+SAID = {
+    "NoExtensionBias": "it refers to nothing but itself",
+    "does not fetch resources": "a $ref to another document is not fetched; put that schema into $defs",
+    "coerce_one_of": "a oneOf whose parts may both hold; write anyOf",
+    "Expecting object schema": "a schema of true or false where an object is required; write {}",
+}
+
+
 def refused(param: str, what: str, reason: str) -> ApiError:
     """The ApiError (400) for a constraint that cannot be followed."""
+    reason = next((said for words, said in SAID.items() if words in reason), reason)
     line = "".join(char if char.isascii() and char.isprintable() else " " for char in reason[:200])
     return bad_request(f"{what} cannot be followed: {line}", param=param)

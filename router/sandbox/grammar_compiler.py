@@ -29,6 +29,7 @@ from ..errors import ApiError, bad_request
 from .client_grammars import MAX_TEXT, check_repeats, lark_of, refused
 from .closed_schemas import closed
 from .frames import REFUSED, RENDERED, TOO_LARGE
+from .schema_relaxing import MAX_ROUNDS, relaxed, without_unknown_formats
 from .schema_rewrite import rewritten
 
 GRAMMARS = b"grammars"  # the first frame of a compiling worker, in place of a Setup
@@ -54,6 +55,7 @@ class Plan:
     kind: ConstraintKind = "json"
     field: str = "response_format"  # the request's field with `answer`
     tools: tuple[tuple[str, bytes], ...] = ()  # names and schemas of the callable tools
+    strict: tuple[str, ...] = ()  # names of those whose schemas are followed to the letter, or refused
     must_call: bool = False
     may_repeat: bool = True  # whether more than one call is allowed
     markers: tuple[str, str] | None = None  # of reasoning, which may come before all of it and is free
@@ -119,7 +121,8 @@ def compiled(plan: Plan) -> str:
     if plan.answer is not None:
         parts.append({**_answer_grammar(plan.kind, plan.answer, plan.field), "name": "answer"})
     for i, (name, schema) in enumerate(plan.tools):
-        made = _schema_grammar(schema, "tools", f"tools: the parameters of {name}")
+        what = f"tools: the parameters of {name}"
+        made = _schema_grammar(schema, "tools", what, may_relax=name not in plan.strict)
         known = made["json_schema"]
         if not isinstance(known, dict) or known.get("type") != "object":
             raise bad_request(
@@ -141,18 +144,32 @@ def _answer_grammar(kind: ConstraintKind, text: bytes, field: str) -> dict[str, 
     return {"lark_grammar": lark_of(kind, text.decode(), field)}
 
 
-def _schema_grammar(schema: bytes, param: str, what: str) -> dict[str, object]:
+def _schema_grammar(schema: bytes, param: str, what: str, *, may_relax: bool = False) -> dict[str, object]:
     try:
         _check_counts(schema, param, what)
-        given = closed(json.loads(schema))
-        grammar = _json_grammar(rewritten(given))
-        if _fault(grammar):  # a pattern for every name overlaps with one that another part of the schema has
-            grammar = _json_grammar(rewritten(given, has_one_spelling=False))
-            _check(grammar, param, what)
+        given = closed(without_unknown_formats(json.loads(schema)))
+        grammar, fault = _followed(given)
+        for _ in range(MAX_ROUNDS if may_relax else 0):
+            weaker = relaxed(given, fault) if fault else None
+            if weaker is None:
+                break
+            given = weaker
+            grammar, fault = _followed(given)
+        if fault:
+            raise refused(param, what, fault)
         part: dict[str, object] = json.loads(grammar)["grammars"][0]
     except (ValueError, RecursionError) as error:
         raise refused(param, what, str(error)) from None
     return part
+
+
+def _followed(schema: object) -> tuple[str, str]:
+    """(the grammar of a schema, why it cannot be followed)."""
+    grammar = _json_grammar(rewritten(schema))
+    if _fault(grammar):  # a pattern for every name overlaps with one that another part of the schema has
+        grammar = _json_grammar(rewritten(schema, has_one_spelling=False))
+        return grammar, _fault(grammar)
+    return grammar, ""
 
 
 def _json_grammar(schema: object) -> str:

@@ -40,6 +40,7 @@ def plan_of(body: ChatBody | CompletionBody) -> Plan:
     return replace(
         plan,
         tools=tuple((f.name, f.schema) for f in functions if name in (None, f.name)),
+        strict=tuple(f.name for f in functions if f.strict),
         must_call=name is not None or chosen == "required",
         may_repeat=name is None and body.parallel_tool_calls is not False,
     )
