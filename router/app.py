@@ -125,7 +125,7 @@ class Router:
         self._service = Service(
             self.dispatcher,
             tokenizer,
-            served,
+            config.served_names,
             time.monotonic,
             fork_server,
             self._tracing,

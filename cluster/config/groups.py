@@ -100,7 +100,13 @@ class ModelSettings(RoleConfig):
             Setting(help="checkpoint directory in Hugging Face format, or a hub id", metavar="DIR")
         )
     )
-    served_model: str = setting("", Setting(help="name that clients use; empty: the last part of --model"))
+    served_model: str = setting(
+        "",
+        Setting(
+            help="names that clients use, separated by commas; answers and metrics have the first; "
+            "empty: the last part of --model, and a whole hub id"
+        ),
+    )
     prompt_embeds: bool = setting(
         False,
         Setting(
@@ -110,9 +116,18 @@ class ModelSettings(RoleConfig):
     )
 
     @property
+    def served_names(self) -> tuple[str, ...]:
+        """The model's names in the API."""
+        given = tuple(name for part in self.served_model.split(",") if (name := part.strip()))
+        path = Path(self.model)
+        is_path = self.model.startswith((".", "/", "~")) or path.is_dir()
+        is_id = self.model.count("/") == 1 and not is_path
+        return given or (path.name, *((self.model,) if is_id else ()))
+
+    @property
     def served_name(self) -> str:
-        """The model's name in the API and in metrics."""
-        return self.served_model or Path(self.model).name
+        """The model's first name, in answers and metrics."""
+        return self.served_names[0]
 
 
 @dataclass(frozen=True, kw_only=True)

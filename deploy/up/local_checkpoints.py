@@ -50,14 +50,14 @@ def head_of(config: EngineSettings) -> str:
 
 
 def with_directories(config: C, fetch: Fetch) -> C:
-    """`config` with the directories of its hub ids. Clients still name the model by the id's last part.
+    """`config` with the directories of its hub ids. Clients still name the model by the id or its last part.
 
     Raises what `fetch` raises, also for the directory of a head, and ConfigError for a head without a config.
     """
     changed: dict[str, Any] = {}
     if isinstance(config, ModelSettings) and is_hub_id(config.model):
         changed["model"] = str(fetch(config.model, "--model"))
-        changed["served_model"] = config.served_name
+        changed["served_model"] = ",".join(config.served_names)
     if isinstance(config, EngineSettings) and head_of(config):
         found = fetch(config.draft, "--draft")
         if not (found / "config.json").is_file():

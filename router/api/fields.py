@@ -90,7 +90,7 @@ _CONSTRAINTS: dict[str, Field] = {
 }
 
 _COMMON: dict[str, Field] = {
-    "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
+    "model": _works("a name in /v1/models, also when it is left out; another one is a 404"),
     "stream": _works("server-sent events, ended by `[DONE]`"),
     "stream_options": _works(
         "`include_usage`; `continuous_usage_stats`: in every chunk; `include_accepted_drafts`: "
@@ -218,7 +218,7 @@ COMPLETION: Mapping[str, Field] = _COMMON | {
 }
 
 RESPONSE: Mapping[str, Field] = {
-    "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
+    "model": _works("a name in /v1/models, also when it is left out; another one is a 404"),
     "input": _works("text, or items: messages of text, reasoning, function calls and their outputs"),
     "instructions": _works("a system message in front"),
     "max_output_tokens": _works("default: what is left of the context, `--chat-max-tokens` at most"),
@@ -259,7 +259,7 @@ RESPONSE: Mapping[str, Field] = {
 }
 
 MESSAGES: Mapping[str, Field] = {
-    "model": _works("the name in /v1/models, also when it is left out; another one is a 404"),
+    "model": _works("a name in /v1/models, also when it is left out; another one is a 404"),
     "messages": _works(
         "turns of user and assistant; content is text, or blocks of text, tool_use, tool_result and thinking"
     ),

@@ -3,7 +3,7 @@
 Of request bodies it shows the fields that work or are ignored; `api/fields` lists the others.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -219,10 +219,10 @@ OPERATIONS = (
 )
 
 
-def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
+def openapi_of(served_models: Sequence[str], *, is_keyed: bool = False) -> Json:
     """The OpenAPI 3.1 document.
 
-    `served_model` is the only valid model name; with `is_keyed`, requests need a key.
+    `served_models` are the valid names of the model; with `is_keyed`, requests need a key.
     """
     kinds = {kind for op in OPERATIONS for kind in (op.body, op.reply, op.chunk) if kind is not None}
     ordered = sorted(
@@ -232,12 +232,12 @@ def openapi_of(served_model: str, *, is_keyed: bool = False) -> Json:
     for kind in {*ordered, *INNER}:
         _tell_fields(schemas[kind.__name__], getattr(kind, "TABLE", {}))
         if kind in {op.body for op in OPERATIONS} and "model" in schemas[kind.__name__]["properties"]:
-            schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": [served_model]}
+            schemas[kind.__name__]["properties"]["model"] = {"type": "string", "enum": list(served_models)}
     items = {"type": "array", "items": {"anyOf": [_ref(kind) for kind in ITEMS.values()]}}
     schemas[ResponseBody.__name__]["properties"]["input"] |= {"anyOf": [{"type": "string"}, items]}
     paths: Json = {}
     for operation in OPERATIONS:
-        made = paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_model)
+        made = paths.setdefault(operation.path, {})[operation.method] = _operation(operation, served_models)
         made["security"] = [] if operation.is_open else [{_KEY: []}] if is_keyed else [{}, {_KEY: []}]
     return {
         "openapi": "3.1.0",
@@ -258,7 +258,7 @@ def _tell_fields(schema: Json, table: Mapping[str, Field]) -> None:
             )
 
 
-def _operation(operation: Operation, served_model: str) -> Json:
+def _operation(operation: Operation, served_models: Sequence[str]) -> Json:
     made: Json = {
         "summary": operation.says,
         "operationId": f"{operation.method}{operation.path.replace('/', '_')}",
@@ -268,7 +268,7 @@ def _operation(operation: Operation, served_model: str) -> Json:
             "required": True,
             "content": {"application/json": {"schema": _ref(operation.body)}},
         }
-    if parameters := _parameters(operation, served_model):
+    if parameters := _parameters(operation, served_models):
         made["parameters"] = parameters
     whole = {"type": "object"} if operation.kind == "application/json" else {"type": "string"}
     content: Json = {operation.kind: {"schema": whole if operation.reply is None else _ref(operation.reply)}}
@@ -284,7 +284,7 @@ def _operation(operation: Operation, served_model: str) -> Json:
     return made
 
 
-def _parameters(operation: Operation, served_model: str) -> list[Json]:
+def _parameters(operation: Operation, served_models: Sequence[str]) -> list[Json]:
     """The header, path and query parameters of an operation."""
     if "{model}" in operation.path:
         return [
@@ -292,7 +292,7 @@ def _parameters(operation: Operation, served_model: str) -> list[Json]:
                 "name": "model",
                 "in": "path",
                 "required": True,
-                "schema": {"type": "string", "enum": [served_model]},
+                "schema": {"type": "string", "enum": list(served_models)},
             }
         ]
     if "{id}" in operation.path:

@@ -69,7 +69,7 @@ class Routes:
         self._service = service
         self._reader = BodyReader(ignores_unknown=ignores_unknown)
         self._started = service.clock()
-        document = openapi_of(service.served_model, is_keyed=is_keyed)
+        document = openapi_of(service.served_models, is_keyed=is_keyed)
         self._document, self._docs = msgspec.json.encode(document), docs_page(document)
         dashboard = Dashboard(service.dispatcher.history, service.dispatcher.load_history)
         self._posts: dict[str, Handler] = {
@@ -246,13 +246,13 @@ class Routes:
         return self._service.dispatcher.admission.gate.headers(caller, self._service.clock())
 
     async def models(self, exchange: Exchange) -> None:
-        card = self._card()
-        await _send_json(exchange, ModelList([card], card.id, card.id))
+        cards = [self._card(name) for name in self._service.served_models]
+        await _send_json(exchange, ModelList(cards, cards[0].id, cards[-1].id))
 
     async def model(self, exchange: Exchange, name: str) -> None:
-        if name != self._service.served_model:
+        if name not in self._service.served_models:
             raise unknown_model(name, self._service.served_model)
-        await _send_json(exchange, self._card())
+        await _send_json(exchange, self._card(name))
 
     async def health(self, exchange: Exchange) -> None:
         await _send_json(exchange, {"status": "ok"})
@@ -285,12 +285,12 @@ class Routes:
         body = metrics_of(service.dispatcher, service.responses, service.worker_metrics)
         await send(exchange, body, headers={"content-type": CONTENT_TYPE})
 
-    def _card(self) -> ModelCard:
+    def _card(self, name: str) -> ModelCard:
         live = self._service.dispatcher.limits()
         return ModelCard(
-            id=self._service.served_model,
+            id=name,
             created=self._service.started,
-            display_name=self._service.served_model,
+            display_name=name,
             created_at=time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(self._service.started)),
             max_model_len=live.fitting if live is not None else None,
         )

@@ -95,7 +95,7 @@ class Service:
         self,
         dispatcher: Dispatcher,
         tokenizer: Tokenizer,
-        served_model: str,
+        served_models: Sequence[str],
         clock: Callable[[], float],
         fork_server: ForkServer,
         tracing: Tracing | None = None,
@@ -120,7 +120,8 @@ class Service:
         self._chat_max_tokens = self._defaults.max_new_tokens or chat_max_tokens
         self._takes_embeds = takes_embeds
         self._embeds_bytes = embeds_bytes  # the most of a request; 0: those of a whole context
-        self.served_model = served_model
+        self.served_models = tuple(served_models)  # names of the one model
+        self.served_model = self.served_models[0]  # in answers
         self.worker_metrics = worker_metrics  # the workers whose series /metrics has
         self.started = int(time.time())
         self.clock = clock
@@ -360,7 +361,7 @@ class Service:
 
     def _check_model(self, model: str | None) -> None:
         """Raises ApiError (404) for another model than the served one."""
-        if model is not None and model != self.served_model:
+        if model is not None and model not in self.served_models:
             raise unknown_model(model, self.served_model)
 
     def _check_chars(self, num_chars: int, param: str) -> None:

@@ -263,7 +263,7 @@ class RunningRouter:
         # its thread writes past pytest's capture, so lines of requests would be on the terminal
         quiet = {"canary_s": 0.0, "access_log": False}
         settings = {"drain_timeout_s": 60.0, "port": 0, "worker_timeout_s": 60.0} | quiet | settings
-        config = RouterConfig(model=model, served_model=MODEL, control_bind=control, **settings)
+        config = RouterConfig(model=model, control_bind=control, **{"served_model": MODEL} | settings)
         self.tokenizer = load_tokenizer(model)
         self._timeouts = timeouts
         self._config = config

@@ -185,3 +185,16 @@ def test_ignored_fields_are_listed_in_a_header(running, path):
     assert reply.headers["x-baton-ignored-fields"] == "num_ctx, mirostat"
     assert "x-baton-ignored-fields" not in post(running, path).headers
     assert error_of(running, path, num_ctx=1, temperature="hot")["param"] == "temperature"
+
+
+def test_each_name_of_the_model_is_taken_and_answers_have_the_first(start):
+    running, script = start(served_model="tiny,org/tiny")
+    running.pair(script)
+    ask = {"messages": [HI], "max_tokens": 2}
+    for name in ("tiny", "org/tiny"):
+        assert post(running, "chat/completions", **ask, model=name).json()["model"] == "tiny"
+        assert httpx.get(f"{running.url}/v1/models/{name}").json()["id"] == name
+    unknown = httpx.post(f"{running.url}/v1/chat/completions", json=ask | {"model": "org"})
+    assert (unknown.status_code, unknown.json()["error"]["code"]) == (404, "model_not_found")
+    cards = httpx.get(f"{running.url}/v1/models").json()["data"]
+    assert [card["id"] for card in cards] == ["tiny", "org/tiny"]

@@ -366,3 +366,18 @@ def test_both_names_of_lookup_are_the_same_word():
         assert getattr(defaults, name) == getattr(config, name)
     sizes = {"shortest": config.ngram_min, "longest": config.ngram_max, "window": config.ngram_window}
     assert sizes == NGRAMS
+
+
+@pytest.mark.parametrize(
+    ("model", "served", "names"),
+    [
+        ("/models/some", "", ("some",)),
+        ("./org/some", "", ("some",)),
+        ("org/some", "", ("some", "org/some")),
+        ("org/some", "a", ("a",)),
+        ("/models/some", "a, b,org/some,", ("a", "b", "org/some")),
+    ],
+)
+def test_a_model_has_the_names_that_clients_use(model, served, names):
+    config = DecodeConfig(model=model, served_model=served)
+    assert (config.served_names, config.served_name) == (names, names[0])

@@ -44,7 +44,9 @@ def test_children_get_directories_and_the_hub_is_asked_once_per_id(asked, tmp_pa
     assert asked == ["org/model", "org/head"]
     assert [child.model for child in (router, prefill, decode)] == [model] * 3
     assert [child.draft for child in (prefill, decode)] == [head] * 2
-    assert [child.served_model for child in (router, prefill, decode)] == ["model", "model", "x"]
+    assert [child.served_model for child in (router, prefill, decode)] == [
+        "model,org/model", "model,org/model", "x",
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -114,7 +114,7 @@ def test_the_docs_show_the_table(kind):
 
 
 def test_the_document_lists_exactly_the_served_fields():
-    document = openapi_of("m")
+    document = openapi_of(["m"])
     for kind in BODIES:
         schema = document["components"]["schemas"][kind.__name__]
         served = {name for name, field in kind.TABLE.items() if field.state != "refused"}
@@ -129,7 +129,7 @@ def test_the_document_lists_exactly_the_served_fields():
 
 @pytest.mark.parametrize("is_keyed", [False, True])
 def test_the_document_lists_authorisation_headers_and_retry_after(is_keyed):
-    document = openapi_of("m", is_keyed=is_keyed)
+    document = openapi_of(["m"], is_keyed=is_keyed)
     [scheme] = document["components"]["securitySchemes"]
     headers = [field.name.decode() for field in REQUEST_HEADERS]
     for path, ways in document["paths"].items():

@@ -306,7 +306,7 @@ def test_every_table_is_shown_and_each_has_a_place():
 
 
 def test_the_document_shows_no_refused_field_of_an_inner_object():
-    schemas = openapi_of("m")["components"]["schemas"]
+    schemas = openapi_of(["m"])["components"]["schemas"]
     for kind in INNER:
         for name, field in kind.TABLE.items():
             assert (name in schemas[kind.__name__]["properties"]) is (field.state != "refused"), (kind, name)

@@ -11,7 +11,7 @@ from baton.router.endpoints.openapi import OPERATIONS, openapi_of
 
 
 def text_of(served="<m>"):
-    return docs_page(openapi_of(served)).body.decode()
+    return docs_page(openapi_of([served])).body.decode()
 
 
 def without_script(page):
@@ -34,7 +34,7 @@ def test_the_page_loads_nothing_and_has_no_raw_backticks_or_links():
     assert not re.findall(r"\]\(|<!-- ", page)
     assert "<code>include_usage</code>" in page
     assert not re.findall(r"<(?:link(?! rel=\"icon\")|img|iframe)|https?://(?!www\.w3\.org)|@import", page)
-    policy = docs_page(openapi_of("m")).headers["content-security-policy"]
+    policy = docs_page(openapi_of(["m"])).headers["content-security-policy"]
     assert policy.startswith("default-src 'none';")
     assert "unsafe" not in policy
 
