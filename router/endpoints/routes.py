@@ -45,7 +45,7 @@ from .docs_page import docs_page
 from .idempotency import Begin, checked_key, digest_of, seed_of
 from .openapi import openapi_of
 from .service import Call, Service
-from .status import ModelCard, ModelList, VersionReply, metrics_of, status_of, why_not_ready
+from .status import ModelCard, ModelList, VersionReply, metrics_of, serving_of, status_of, why_not_ready
 
 # the endpoints that make tokens, as metrics name them
 ROUTES = {
@@ -258,11 +258,12 @@ class Routes:
         await _send_json(exchange, {"status": "ok"})
 
     async def ready(self, exchange: Exchange) -> None:
-        reason = why_not_ready(self._service.dispatcher, self._service.clock())
+        dispatcher = self._service.dispatcher
+        reason, serving = why_not_ready(dispatcher, self._service.clock()), serving_of(dispatcher.registry)
         if reason:
-            body = {"status": "not ready", "reason": reason}
+            body = {"status": "not ready", "reason": reason, "serving": serving}
             return await _send_json(exchange, body, status=503, headers={"retry-after": "1"})
-        await _send_json(exchange, {"status": "ready"})
+        await _send_json(exchange, {"status": "ready", "serving": serving})
 
     async def version(self, exchange: Exchange) -> None:
         await _send_json(exchange, VersionReply(version=release(), protocol=PROTOCOL_MAJOR))

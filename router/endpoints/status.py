@@ -215,8 +215,7 @@ def why_not_ready(dispatcher: Dispatcher, now: float) -> str:
         return "" if dispatcher.is_ready else dispatcher.health_probes.pair_health.why_not(now)
     if why := dispatcher.stalls.why(now):
         return f"{why}; requests wait for it"
-    counts = {role: _num_serving(registry, role) for role in ("prefill", "decode")}
-    missing = [role for role, count in counts.items() if count == 0]
+    missing = [role for role, count in serving_of(registry).items() if count == 0]
     if missing:
         return f"no {' and no '.join(missing)} worker is ready"
     by_layout = [one.reason for one in unpaired_of(registry) if not one.reason.startswith("fingerprints")]
@@ -269,6 +268,11 @@ def registered_of(registry: Registry) -> dict[tuple[str, str], int]:
 
 def _facts_of(hello: Hello) -> WorkerFacts:
     return WorkerFacts(host=hello.host, device=hello.device, card=hello.card, fingerprint=hello.fingerprint)
+
+
+def serving_of(registry: Registry) -> dict[str, int]:
+    """The number of serving workers by role."""
+    return {role: _num_serving(registry, role) for role in ("prefill", "decode")}
 
 
 def _num_serving(registry: Registry, role: str) -> int:

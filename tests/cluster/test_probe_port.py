@@ -45,7 +45,7 @@ def test_probes_follow_the_router_to_its_end(start):
     running, script, url = probed(start)
     assert httpx.get(f"{url}/ready").status_code == 503
     _, decode = running.pair(script)
-    assert httpx.get(f"{url}/ready").json() == {"status": "ready"}
+    assert httpx.get(f"{url}/ready").json() == {"status": "ready", "serving": {"prefill": 1, "decode": 1}}
     script.holds.set()
     with contextlib.closing(open_request(running)) as held:
         (reserve,) = until(lambda: decode.of(Reserve), "it runs")

@@ -24,6 +24,8 @@ class AlertCase:
     summary: str
     severity: str = "warning"
     labels: dict[str, str] = field(default_factory=lambda: dict(ONE))
+    later: tuple[tuple[int, Series, bool], ...] = ()
+    """Further cases: minutes, series, and whether it fires after these minutes."""
 
 
 def requests(**outcomes: int) -> Series:
@@ -59,6 +61,11 @@ def events(*labels: str, **counts: int) -> Series:
 
 def registered(router: str, role: str, state: str, values: str) -> Series:
     return {f'baton_registered_workers{{{router},role="{role}",state="{state}"}}': values}
+
+
+def lacks_prefill(first: str, second: str) -> Series:
+    names = (f"baton_lacks_prefill{{{router}}}" for router in (ROUTER, OTHER_ROUTER))
+    return dict(zip(names, (first, second), strict=True))
 
 
 def pages(free: int, queued: int) -> Series:
@@ -106,8 +113,13 @@ CASES = (
     ),
     AlertCase(
         alert="BatonNoPrefill",
-        fires={f"baton_lacks_prefill{{{router}}}": "1x60" for router in (ROUTER, OTHER_ROUTER)},
-        quiet={f"baton_lacks_prefill{{{ROUTER}}}": "1x60", f"baton_lacks_prefill{{{OTHER_ROUTER}}}": "0x60"},
+        fires=lacks_prefill("1x60", "1x60"),  # there never was one
+        quiet=lacks_prefill("1x60", "0x60"),
+        later=(
+            (480, lacks_prefill("0x60 1x420", "0x60 1x420"), True),  # gone for 7 hours
+            (480, lacks_prefill("1x420 0x60", "1x420 0x60"), False),  # it came back
+            (60, registered(ROUTER, "prefill", "serving", "0x60") | lacks_prefill("0x60", "0x60"), False),
+        ),  # the last one: aggregated workers only
         summary="No prefill worker of m serves, decode workers compute prompts.",
     ),
     AlertCase(

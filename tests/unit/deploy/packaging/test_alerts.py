@@ -39,16 +39,16 @@ def test_prometheus_takes_the_rules():
     assert code == 0, said
 
 
-def as_test(case, series, is_firing):
+def as_test(case, minutes, series, is_firing):
     labels = {"severity": case.severity, **case.labels}
     link = f"docs/runbook.md#{case.alert.lower()}"
     fired = {"exp_labels": labels, "exp_annotations": {"summary": case.summary, "runbook_url": link}}
     return {
-        "name": f"{case.alert} {'fires' if is_firing else 'is quiet'}",
+        "name": f"{case.alert} {'fires' if is_firing else 'is quiet'} after {minutes} minutes",
         "interval": "1m",
         "input_series": [{"series": name, "values": values} for name, values in series.items()],
         "alert_rule_test": [
-            {"eval_time": "60m", "alertname": case.alert, "exp_alerts": [fired] if is_firing else []}
+            {"eval_time": f"{minutes}m", "alertname": case.alert, "exp_alerts": [fired] if is_firing else []}
         ],
     }
 
@@ -56,9 +56,9 @@ def as_test(case, series, is_firing):
 @needs("promtool")
 def test_every_alert_fires_when_it_must_and_only_then(tmp_path):
     tests = [
-        as_test(case, series, is_firing)
+        as_test(case, minutes, series, is_firing)
         for case in CASES
-        for series, is_firing in ((case.fires, True), (case.quiet, False))
+        for minutes, series, is_firing in ((60, case.fires, True), (60, case.quiet, False), *case.later)
     ]
     file = tmp_path / "tests.yaml"
     file.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": tests}))

@@ -7,7 +7,14 @@ from types import SimpleNamespace
 import msgspec
 from baton.cluster.protocol.messages import Choice, DraftWidths, RoomCounts, WorkerStats
 from baton.cluster.telemetry.metrics import RouterMetrics
-from baton.router.endpoints.status import metrics_of, registered_of, status_of, unpaired_of, why_not_ready
+from baton.router.endpoints.status import (
+    metrics_of,
+    registered_of,
+    serving_of,
+    status_of,
+    unpaired_of,
+    why_not_ready,
+)
 from baton.router.workers.registry import Registry
 from baton.router.workers.role_changes import RoleChanges
 from baton.router.workers.stalls import Stalls
@@ -80,6 +87,14 @@ def test_registered_workers_are_counted_by_role_and_state():
     shown = {key: number for key, number in registered_of(registry).items() if number}
     assert shown == {("prefill", "serving"): 1, ("decode", "serving"): 1, ("decode", "draining"): 1}
     assert registered_of(registry_of())["prefill", "serving"] == 0, "an alert needs a series to compare"
+
+
+def test_serving_workers_are_counted_by_role():
+    registry = registry_of(hello(D), hello(PLAIN))
+    registry.hello(b"p", PREFILL, 0.0)
+    assert serving_of(registry) == {"prefill": 0, "decode": 2}, "it has no heartbeat yet"
+    beat(registry, registry.get(P))
+    assert serving_of(registry) == {"prefill": 1, "decode": 2}
 
 
 def test_a_router_without_prefill_says_so_in_its_metrics():
