@@ -37,6 +37,7 @@ from .endpoints.routes import Routes
 from .endpoints.service import Service
 from .formats.registry import formats_of
 from .http.access_log import AccessLog
+from .http.allowed_hosts import allowed_hosts_of
 from .http.auth import Guard
 from .http.cors import Cors
 from .http.listeners import open_listeners
@@ -209,6 +210,7 @@ class Router:
         guard = Guard(self._api_keys, token, parts=config.limit_parts or 1)
         self._service.limit_parts = config.limit_parts or 1
         cors = Cors(config.allowed_origins) if config.allowed_origins else None
+        hosts = allowed_hosts_of(config)
         routes = Routes(
             self._service,
             is_keyed=self._api_keys is not None,
@@ -219,7 +221,7 @@ class Router:
         def server(max_connections: int) -> HttpServer:
             return HttpServer(
                 app, guard, counts, max_body=config.max_body_mb << 20, max_connections=max_connections,
-                certificate=self._certificate, cors=cors, access_log=self._access_log,
+                certificate=self._certificate, cors=cors, hosts=hosts, access_log=self._access_log,
             )  # fmt: skip
 
         self._service.responses = counts.responses

@@ -232,6 +232,14 @@ def tls_wanted() -> ApiError:
     return bad_request("This port speaks TLS: write https:// in place of http://.", code="tls_wanted")
 
 
+def host_not_allowed(name: str) -> ApiError:
+    message = (
+        f"The Host {printable(name)} is not allowed: this router answers to localhost, to loopback addresses "
+        "and to the names of its --allowed-hosts."
+    )
+    return ApiError(421, ErrorBody(message, "invalid_request_error", None, "host_not_allowed"))
+
+
 def head_too_large(max_bytes: int, max_headers: int) -> ApiError:
     message = f"The request line and headers exceed {max_bytes} bytes or {max_headers} headers."
     return ApiError(431, ErrorBody(message, "invalid_request_error"))

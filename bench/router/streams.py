@@ -27,7 +27,7 @@ def request_of(key: str, num_tokens: int, **more: object) -> bytes:
     content = json.dumps(body).encode()
     lines = [
         "POST /v1/completions HTTP/1.1",
-        "host: bench",
+        "host: localhost",
         f"authorization: Bearer {key}",
         "connection: close",
     ]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from .fields import Setting, port_number, setting
 from .groups import RoleConfig
+from .host_names import hosts_fault
 from .origins import origins_fault
 
 PREFILL_POLICIES = ("cache-aware", "least-loaded", "round-robin", "power-of-two")
@@ -60,6 +61,15 @@ class HttpSettings(RoleConfig):
             "empty: no page of another origin reads an answer (CORS)",
             metavar="ORIGIN[,ORIGIN...]|*",
             fault_of=origins_fault,
+        ),
+    )
+    allowed_hosts: str = setting(
+        "",
+        Setting(
+            help="names that requests may have in Host besides those of this host and --host, such as "
+            "llm.example.com; *: all; empty: all, but without API keys and at a loopback address none",
+            metavar="NAME[,NAME...]|*",
+            fault_of=hosts_fault,
         ),
     )
     access_log: bool = setting(

@@ -3,7 +3,7 @@
     connection   above the server's maximum number it gets 503. It is closed when no head comes within
                  HEAD_TIMEOUT_S, and after an answer when it is silent for KEEP_ALIVE_S
     head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first
-                 byte (408), with exactly one Host
+                 byte (408), with exactly one Host, which is one of the server's if these are limited (421)
     key          checked before the body is read (401)
     body         at most the server's bound (413), complete within BODY_TIMEOUT_S (408). All bodies being read
                  share a bound (503). Trailers have the bounds of a head (431)
@@ -28,6 +28,7 @@ from ..errors import (
     body_too_slow,
     head_too_large,
     head_too_slow,
+    host_not_allowed,
     malformed,
     too_many_bodies,
     too_many_connections,
@@ -35,6 +36,7 @@ from ..errors import (
     unauthorized,
     worded_for,
 )
+from .allowed_hosts import AllowedHosts, name_of
 from .auth import Guard
 from .cors import Cors
 from .exchange import Exchange
@@ -63,6 +65,7 @@ class Host(Protocol):
 
     guard: Guard
     cors: Cors | None
+    hosts: AllowedHosts | None
     max_body: int
     is_leaving: bool
     is_draining: bool
@@ -220,7 +223,7 @@ class HttpProtocol(asyncio.Protocol):
         self._num_heads += 1
         version, fields = self._parser.get_http_version(), fields_of(self._headers)
         target = target_of(self._url, self._parser.get_method())
-        fault = fault_of(fields, version, self._server.max_body)
+        fault = fault_of(fields, version, self._server.max_body) or self._misdirected(fields)
         if fault is not None:
             self._stop(worded_for(target.path, fault))
         caller = self._caller_of(target, fields)
@@ -235,6 +238,14 @@ class HttpProtocol(asyncio.Protocol):
             self._await(BODY_TIMEOUT_S)
             if b"expect" in fields:
                 self.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def _misdirected(self, fields: Fields) -> ApiError | None:
+        """The error for a Host that is none of the server's; None also without Host, as HTTP/1.0 allows."""
+        hosts, given = self._server.hosts, fields.get(b"host")
+        if hosts is None or given is None or hosts.admits(given[0]):
+            return None
+        host = given[0].decode("latin-1")
+        return host_not_allowed(name_of(host) or host)
 
     def _caller_of(self, target: Target, fields: Fields) -> Caller | None:
         """None without a valid key, which a browser's preflight does not need."""

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 from .access_log import AccessLog
+from .allowed_hosts import AllowedHosts
 from .auth import Guard
 from .cors import Cors
 from .exchange import App, Exchange
@@ -75,10 +76,11 @@ class HttpServer:
         certificate: Certificate | None = None,
         ends_oldest: bool = False,
         cors: Cors | None = None,
+        hosts: AllowedHosts | None = None,
         access_log: AccessLog | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.guard, self.cors = guard, cors
+        self.guard, self.cors, self.hosts = guard, cors, hosts
         self._access_log = access_log
         self.max_body = max_body  # bytes
         self.max_connections = max_connections

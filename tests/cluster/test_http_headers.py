@@ -14,6 +14,7 @@ from baton.router import app
 from baton.router.http import http_protocol
 from baton.router.http.access_log import AccessLog
 from baton.tests.cluster.router_fakes import BODY, open_request, post, until
+from baton.tests.ports import free_port
 
 ORIGIN = "https://app.example.com"
 CHAT = "/v1/chat/completions"
@@ -82,7 +83,7 @@ def test_answers_before_a_request_is_complete_have_the_id_as_well(start, monkeyp
     monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT_S", 0.3)
     monkeypatch.setattr(http_protocol, "BODY_TIMEOUT_S", 0.3)
     running, _ = start(allowed_origins="*")
-    begin = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\nx-request-id: mine\r\norigin: https://a\r\n"
+    begin = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nx-request-id: mine\r\norigin: https://a\r\n"
     cases = {
         408: begin,
         431: begin + b"x: " + b"a" * 17_000 + b"\r\n",
@@ -103,7 +104,8 @@ def test_an_id_cannot_add_a_header_or_be_endless(start):
     for value in (b"a b", b"\xff", b"x" * 129):
         answer = raw(
             running,
-            b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\nx-request-id: " + value + b"\r\n\r\n",
+            b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n"
+            b"x-request-id: " + value + b"\r\n\r\n",
         )
         assert head_of(answer)[1]["x-request-id"].startswith("req_")
 
@@ -148,6 +150,45 @@ def test_no_page_of_another_origin_changes_the_cluster(start, allowed):
     assert httpx.options(f"{running.url}/drafts", headers=PREFLIGHT).status_code == 405
     own = httpx.post(f"{running.url}/drafts", json=order, headers=simple | {"origin": running.url})
     assert own.json()["error"]["code"] == "worker_not_found", "its own page may, and so may programs"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/drafts", "/roles"])
+def test_s28_a_page_whose_name_leads_here_is_refused(start, path):
+    """DNS rebinding: to the browser the router is the page's own origin."""
+    running, script = start(own_port=free_port())
+    _, decode = running.pair(script)
+    order = {"instance": decode.instance, "order": "2" * 32, "action": "check", "path": "/x"}
+    move = {"instance": decode.instance, "order": "2" * 32, "role": "prefill"}
+    bodies = {CHAT: BODY, "/drafts": order, "/roles": move}
+    port = running.router.port
+    rebound = {"host": f"evil.example.com:{port}", "origin": f"http://evil.example.com:{port}"}
+    for url in (running.url, running.router.own_url):
+        refused = httpx.post(f"{url}{path}", json=bodies[path], headers=rebound)
+        assert (refused.status_code, refused.headers["connection"]) == (421, "close")
+        error = refused.json()["error"]
+        assert error["code"] == "host_not_allowed"
+        assert "'evil.example.com'" in error["message"]
+        assert "--allowed-hosts" in error["message"]
+        assert httpx.get(f"{url}/status", headers=rebound).status_code == 421
+    assert decode.of(Reserve) == []
+    assert httpx.post(f"{running.url}{CHAT}", json=BODY, headers={"host": "localhost"}).status_code == 200
+
+
+def test_a_request_without_host_and_a_listed_one_are_served(start):
+    running, _ = start(allowed_hosts="llm.example.com")
+    old = raw(running, b"GET /health HTTP/1.0\r\n\r\n")
+    assert head_of(old)[0] == 200
+    named = {"host": "llm.example.com"}
+    assert httpx.get(f"{running.url}/health", headers=named).status_code == 200
+    assert httpx.get(f"{running.url}/health", headers={"host": "x"}).status_code == 421
+
+
+def test_with_keys_a_router_answers_to_every_name_unless_told(start, tmp_path):
+    add(tmp_path / "api.json", {"name": "alice"})
+    named = {"host": "llm.example.com"}
+    for allowed, status in (("", 200), ("other.example.com", 421)):
+        running, _ = start(api_keys=str(tmp_path / "api.json"), allowed_hosts=allowed)
+        assert httpx.get(f"{running.url}/health", headers=named).status_code == status
 
 
 def test_streams_are_not_buffered_on_their_way(start):

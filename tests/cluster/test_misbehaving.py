@@ -31,7 +31,7 @@ from baton.tests.judges.raw_http import without_own_id
 CASES = http_requests()
 ENDS_S = 30.0  # what comes to no end takes longer
 INNER = re.compile(r"0x[0-9a-f]{4}|/(?:etc|tmp|work|root|home)/|Traceback|\.py|\d+\.\d+\.\d+\.\d+|:\d{4,5}\b")
-REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n"
+REQUEST = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.fixture
@@ -108,7 +108,7 @@ def test_a_client_that_does_not_read_has_few_answers_buffered(keyed, monkeypatch
         connection.settimeout(2)
         with contextlib.suppress(OSError):  # at last nothing is read, or the connection is cut
             for _ in range(2000):  # 46 MB of answers each
-                connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 50)
+                connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50)
                 running.call(held)
         until(lambda: running.call(held) == 0, "it is cut")
     assert max(seen) < http_protocol.WRITE_HIGH + (256 << 10)
@@ -126,7 +126,7 @@ def test_a_client_that_reads_late_gets_every_answer(start):
 
     with connect(running) as connection:
         while True:  # until no buffer takes more
-            connection.sendall(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n" * 50)
+            connection.sendall(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n" * 50)
             num_asked += 50
             if until(lambda: running.call(waits), "all is answered, or the answers wait") == "paused":
                 break
@@ -145,19 +145,19 @@ def test_requests_that_come_before_an_answer_have_a_bound(keyed):
         len(body),
         body,
     )
-    answer = told(running, first + b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n" * 500)
+    answer = told(running, first + b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n" * 500)
     assert statuses(answer) == [200] * (1 + http_protocol.MAX_PENDING) + [429]
 
 
 def test_trailers_without_end_are_refused(keyed):
     running, _ = keyed
-    chunked = b"GET / HTTP/1.1\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
+    chunked = b"GET / HTTP/1.1\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx: "
     assert statuses(told(running, chunked + b"a" * (1 << 20))) == [431]
 
 
 def test_nothing_is_answered_after_a_closing_answer(keyed):
     running, _ = keyed
-    last = b"GET / HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    last = b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     assert statuses(told(running, last * 2)) == [200]
 
 
@@ -357,7 +357,7 @@ def test_a_protocol_upgrade_offer_is_ignored_and_the_connection_kept(keyed, is_c
     length = b"transfer-encoding: chunked" if is_chunked else b"content-length: %d" % len(body)
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABk\r\n"
     head = REQUEST + upgrade + b"authorization: Bearer %b\r\n%b\r\n\r\n" % (secret.encode(), length)
-    read = b"GET /health HTTP/1.1\r\nhost: a\r\n" + upgrade + b"\r\n"
+    read = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + upgrade + b"\r\n"
     with connect(running) as connection:
         for piece in parted(head + framed)[pieces]:
             connection.sendall(piece)
@@ -382,7 +382,7 @@ def test_a_body_after_an_upgrade_offer_has_the_usual_bounds(keyed):
     chunks = head + b"transfer-encoding: chunked\r\n\r\n"
     assert statuses(told(running, chunks + b"100000\r\n%b\r\n" % (b"x" * (1 << 20)) * 6)) == [413]
     assert statuses(told(running, chunks + b"0\r\nx: " + b"a" * (1 << 20))) == [431]
-    many = b"GET /health HTTP/1.1\r\nhost: a\r\n" + offer + b"\r\n"
+    many = b"GET /health HTTP/1.1\r\nhost: localhost\r\n" + offer + b"\r\n"
     assert set(statuses(told(running, many * 2000))) <= {200, 429}
     assert httpx.get(running.url + "/health").status_code == 200
 
@@ -390,8 +390,8 @@ def test_a_body_after_an_upgrade_offer_has_the_usual_bounds(keyed):
 @pytest.mark.parametrize("offer", [b"", b"connection: upgrade\r\nupgrade: h2c\r\n"])
 def test_blanks_after_a_content_length_are_ignored(keyed, offer):
     running, secret = keyed
-    read = b"GET /health HTTP/1.1\r\nhost: a\r\ncontent-length: 0 \t\r\n" + offer + b"\r\n"
-    last = b"GET /health HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n"
+    read = b"GET /health HTTP/1.1\r\nhost: localhost\r\ncontent-length: 0 \t\r\n" + offer + b"\r\n"
+    last = b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n"
     assert statuses(told(running, read + last)) == [200, 200]
     head = REQUEST + offer + b"authorization: Bearer %b\r\n" % secret.encode()
     assert statuses(told(running, head + b"content-length: 100000000 \r\n\r\n")) == [413]

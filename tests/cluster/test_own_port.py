@@ -163,7 +163,7 @@ def test_bodies_at_both_ports_have_one_bound(start_own, monkeypatch):
     running.pair(script)
     with socket.create_connection(("127.0.0.1", running.router.port)) as client:
         client.sendall(
-            b"POST /tokenize HTTP/1.1\r\nhost: a\r\ncontent-length: 900000\r\n\r\n" + b"x" * 700_000
+            b"POST /tokenize HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n\r\n" + b"x" * 700_000
         )
         until(
             lambda: running.call(lambda: running.router._server._counts.num_buffered) == 700_000,

@@ -186,7 +186,7 @@ def read_all(connection):
     return data
 
 
-HEAD = b"GET /health HTTP/1.1\r\nhost: x\r\n"
+HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET /hea", HEAD, HEAD + b"\r\n" + HEAD])

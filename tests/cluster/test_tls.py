@@ -58,7 +58,7 @@ def name_offered(running, trusting, **named):
 
 
 def is_healthy(inside):
-    inside.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+    inside.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\n\r\n")
     return inside.recv(1000).startswith(b"HTTP/1.1 200 ")
 
 

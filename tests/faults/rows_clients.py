@@ -244,7 +244,8 @@ def f16(scene: Scene) -> str:
             b'"return_token_ids"', b'"logprobs": 5, "return_token_ids"'
         )
         sock.sendall(
-            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body
+            b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n"
+            b"content-length: %d\r\n\r\n" % len(body) + body
         )
         calls = scene.traffic.start(*others)
         until = time.monotonic() + 6.0

@@ -19,7 +19,7 @@ from baton.tests.faults.traffic import Ask, Call, take_event, workload
 BEGINNINGS = (
     b"",
     b"POST /v1/comp",
-    b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 900\r\n\r\n{",
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900\r\n\r\n{",
 )
 
 
@@ -106,7 +106,7 @@ class SlowReaders:
         body = ask.body(scene.cluster.model).replace(
             b'"return_token_ids"', b'"logprobs": 20, "return_token_ids"'
         )
-        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(body)
         self.data: dict[socket.socket, bytearray] = {}
         self._rate, self._hurry, self._stop = bytes_per_s, threading.Event(), threading.Event()
         for _ in range(count):

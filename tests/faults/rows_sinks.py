@@ -52,7 +52,7 @@ def deaf_scrapers(scene: Scene, count: int):
             stack.enter_context(sock)
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
             sock.connect(("127.0.0.1", scene.cluster.port("router")))
-            sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n" * 8)
+            sock.sendall(b"GET /metrics HTTP/1.1\r\nhost: localhost\r\n\r\n" * 8)
         yield
 
 

@@ -352,7 +352,10 @@ def bench_for(judge: str) -> Iterator[Bench]:
         keys, key = scratch / "keys.json", ""
         if judge == "raw-http-keyed":
             key, _ = add(keys, {"name": "judge", "operator": True})
-        settings = {"transport": "tcp", "kv_memory_mb": 32, "threads": 1, "max_running": 128}
+        # the corpus of raw requests has a Host of its own
+        settings = {
+            "allowed_hosts": "*", "transport": "tcp", "kv_memory_mb": 32, "threads": 1, "max_running": 128,
+        }  # fmt: skip
         with serving(model_dir, api_keys=str(keys) if key else "", **settings) as cluster:
             yield Bench(cluster, model_dir, scratch, key)
 
