@@ -102,7 +102,7 @@ _RETRIED = (429, 503)  # statuses with a Retry-After
 _GENERATING = {
     400: "The request is not one that can be served; `param` names the field at fault.",
     401: "No valid key.",
-    403: "A key that may look and nothing else.",
+    403: "A key that may look and nothing else, or a page of an origin that is not allowed.",
     404: "Another model than the served one.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",

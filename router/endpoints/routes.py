@@ -37,7 +37,7 @@ from ..errors import (
     unknown_model,
     unknown_worker,
 )
-from ..http.auth import must_ask, must_be_at_home, must_operate, must_see_all
+from ..http.auth import must_ask, must_be_at_home, must_be_permitted, must_operate, must_see_all
 from ..http.exchange import App, ClientGone, Exchange, RawHeaders, send
 from ..http.rate_limits import Caller
 from .dashboard import Dashboard
@@ -203,6 +203,7 @@ class Routes:
     def _call(self, exchange: Exchange) -> tuple[bytes, Call]:
         """The body, and the options in the headers. Raises ApiError."""
         must_ask(exchange.caller)
+        must_be_permitted(exchange)
         if exchange.caller.has_rates:
             exchange.limits = partial(self._limits, exchange.caller)
         arrived, timeout_s = self._service.clock(), _timeout_of(exchange.header(TIMEOUT.name))

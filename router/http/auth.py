@@ -70,6 +70,13 @@ def must_be_at_home(exchange: Exchange) -> None:
         raise forbidden("Pages of other origins may not change the cluster.", "foreign_origin")
 
 
+def must_be_permitted(exchange: Exchange) -> None:
+    """Raises ApiError (403) for a body of a page of another origin that no preflight asked for."""
+    if exchange.is_unasked:
+        text = "Pages of other origins may call this only where --allowed-origins has theirs."
+        raise forbidden(text, "foreign_origin")
+
+
 def must_ask(caller: Caller) -> None:
     """Raises ApiError (403) for an observer's key, which may not generate."""
     if caller.is_observer:

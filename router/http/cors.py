@@ -10,8 +10,9 @@ Without `--allowed-origins` no header is sent, and browsers keep foreign pages f
     cookies     `Access-Control-Allow-Credentials` is never sent. Keys travel in Authorization, which a page
                 must know; nothing that a browser adds by itself admits a foreign page
 
-Orders that change the cluster are refused for pages of other origins, whatever is allowed (`is_foreign`):
-a browser sends simple requests without asking first.
+A browser sends simple requests without asking first, and only keeps their answers from the page. So orders
+that change the cluster are refused for pages of other origins, whatever is allowed (`is_foreign`), and bodies
+for the API where the page's origin is not allowed and the browser need not ask (`is_simple`).
 """
 
 from ...cluster.config.origins import ANY
@@ -43,6 +44,11 @@ class Cors:
 
     def __repr__(self) -> str:
         return f"Cors({'all' if self._is_any else len(self._origins)} origins)"
+
+    def allows(self, fields: Fields) -> bool:
+        """Whether the origin that a request names may call the API."""
+        origins = fields.get(b"origin", [])
+        return self._is_any or (len(origins) == 1 and origins[0] in self._origins)
 
     def headers(self, raw_path: bytes, fields: Fields) -> Headers:
         """The header fields of an answer at `raw_path` (undecoded)."""
@@ -83,6 +89,12 @@ class Cors:
 def is_for_pages(raw_path: bytes) -> bool:
     """Whether pages of allowed origins may call this path."""
     return raw_path.startswith(b"/v1/") or raw_path in PAGE_PATHS
+
+
+def is_simple(fields: Fields) -> bool:
+    """Whether the type of the body lets a browser send it without a preflight."""
+    types = fields.get(b"content-type", ())
+    return [kind.partition(b";")[0].strip().lower() for kind in types] != [b"application/json"]
 
 
 def is_foreign(fields: Fields) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 from msgspec import Struct
 
 from ..errors import ApiError, internal, worded_for
-from .cors import Cors, is_foreign
+from .cors import Cors, is_foreign, is_simple
 from .rate_limits import Caller
 from .request_head import Fields, Target
 from .request_ids import HEADER as REQUEST_ID
@@ -156,6 +156,14 @@ class Exchange:
     def is_foreign(self) -> bool:
         """Whether a browser sent it for a page of another origin."""
         return is_foreign(self._fields)
+
+    @property
+    def is_unasked(self) -> bool:
+        """Whether a browser sent it without a preflight for a page of another origin that is not allowed."""
+        if not is_foreign(self._fields) or not is_simple(self._fields):
+            return False
+        cors = self._connection.cors
+        return cors is None or not cors.allows(self._fields)
 
     @property
     def preflight(self) -> RawHeaders | None:

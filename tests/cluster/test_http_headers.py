@@ -152,6 +152,29 @@ def test_no_page_of_another_origin_changes_the_cluster(start, allowed):
     assert own.json()["error"]["code"] == "worker_not_found", "its own page may, and so may programs"
 
 
+SIMPLE = ("text/plain", "application/x-www-form-urlencoded", None)  # sent without a preflight
+
+
+@pytest.mark.parametrize("kind", SIMPLE)
+def test_a_page_that_is_not_allowed_starts_no_work_without_asking(start, kind):
+    running, script = start(allowed_origins=ORIGIN)
+    _, decode = running.pair(script)
+    typed = {"content-type": kind} if kind else {}
+    paths = (CHAT, "/v1/completions", "/v1/responses", "/v1/messages", "/tokenize", "/detokenize")
+    evil = {"origin": "https://evil.example.com"}
+    for path in paths:
+        for page in (evil, {"origin": "null"}, {"sec-fetch-site": "cross-site"}):
+            answer = httpx.post(f"{running.url}{path}", content=json.dumps(BODY), headers=typed | page)
+            assert answer.status_code == 403
+            assert "foreign_origin" in answer.text
+            assert "--allowed-origins" in answer.text
+    assert decode.of(Reserve) == []
+    for sender in ({"origin": ORIGIN}, {"origin": running.url}, {}):
+        answer = httpx.post(f"{running.url}{CHAT}", content=json.dumps(BODY), headers=typed | sender)
+        assert answer.status_code == 200, sender
+    assert httpx.post(f"{running.url}{CHAT}", json=BODY, headers=evil).status_code == 200, "a preflight asked"
+
+
 @pytest.mark.parametrize("path", [CHAT, "/drafts", "/roles"])
 def test_s28_a_page_whose_name_leads_here_is_refused(start, path):
     """DNS rebinding: to the browser the router is the page's own origin."""

@@ -2,7 +2,7 @@
 
 import pytest
 from baton.cluster.config.origins import origins_fault
-from baton.router.http.cors import Cors, is_for_pages, is_foreign
+from baton.router.http.cors import Cors, is_for_pages, is_foreign, is_simple
 
 APP, OTHER = b"https://app.example.com", b"https://evil.example.com"
 CHAT = b"/v1/chat/completions"
@@ -70,6 +70,30 @@ def test_a_preflight_permits_what_was_asked_for_to_listed_origins_only():
 )
 def test_a_request_of_a_page_of_another_origin_is_foreign(fields, expected):
     assert is_foreign(fields) is expected
+
+
+@pytest.mark.parametrize(
+    ("kinds", "expected"),
+    [
+        ([b"application/json"], False),
+        ([b"Application/JSON ; charset=utf-8"], False),
+        ([], True),
+        ([b"text/plain"], True),
+        ([b"text/plain;application/json"], True),
+        ([b"application/x-www-form-urlencoded"], True),
+        ([b"application/json", b"text/plain"], True),
+    ],
+)
+def test_a_browser_asks_before_it_sends_json_only(kinds, expected):
+    assert is_simple({b"content-type": kinds} if kinds else {}) is expected
+
+
+def test_an_origin_is_allowed_if_it_is_listed_and_the_only_one():
+    assert Cors(APP.decode()).allows({b"origin": [APP]})
+    assert not Cors(APP.decode()).allows({b"origin": [OTHER]})
+    assert not Cors(APP.decode()).allows({b"origin": [APP, OTHER]})
+    assert not Cors(APP.decode()).allows({})
+    assert Cors("*").allows({b"origin": [OTHER]})
 
 
 @pytest.mark.parametrize("text", ["", "*", "https://a.example", "http://localhost:3000,https://a.example"])
