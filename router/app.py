@@ -221,7 +221,8 @@ class Router:
         def server(max_connections: int) -> HttpServer:
             return HttpServer(
                 app, guard, counts, max_body=config.max_body_mb << 20, max_connections=max_connections,
-                certificate=self._certificate, cors=cors, hosts=hosts, access_log=self._access_log,
+                keep_alive_s=config.keep_alive_s, certificate=self._certificate, cors=cors, hosts=hosts,
+                access_log=self._access_log,
             )  # fmt: skip
 
         self._service.responses = counts.responses
@@ -233,7 +234,7 @@ class Router:
         # counts of its own: probes are no requests of clients
         probes = HttpServer(
             routes.probe_app(), Guard(None), Counts(), max_body=0, max_connections=PROBE_CONNECTIONS,
-            ends_oldest=True,
+            keep_alive_s=config.keep_alive_s, ends_oldest=True,
         )  # fmt: skip
         return server(allowed), server(OWN_CONNECTIONS), probes
 

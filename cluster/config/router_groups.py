@@ -135,6 +135,16 @@ class HttpSettings(RoleConfig):
             help="most connections of clients; 0: 10000, or what descriptors allow", minimum=0, maximum=2**20
         ),
     )
+    keep_alive_s: float = setting(
+        75.0,
+        Setting(
+            help="a connection of a client that asks nothing more is closed after this time; keep it above "
+            "the time for which a proxy in front reuses connections",
+            unit="s",
+            minimum=1,
+            maximum=86400,
+        ),
+    )
     canary_s: float = setting(
         10.0,
         Setting(

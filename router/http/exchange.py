@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 STATUS_LINES = {
     status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in HTTPStatus
 }
+EVENTS = b"text/event-stream"
+COMMENT = b": keep-alive\n\n"  # clients of server-sent events pass over comments
 RawHeaders = list[tuple[bytes, bytes]]
 
 
@@ -54,6 +56,7 @@ class Connection(Protocol):
 
     def answered(self, status: int) -> bool: ...
     def write(self, data: bytes) -> None: ...
+    def streamed(self) -> None: ...
     async def drained(self) -> None: ...
     def ended(self, *, is_reusable: bool) -> None: ...
     def broken(self) -> None: ...
@@ -85,6 +88,7 @@ class Exchange:
         "_fields",
         "_head",
         "_is_chunked",
+        "_is_events",
         "_is_head",
         "_is_old",
         "_is_reusable",
@@ -133,6 +137,7 @@ class Exchange:
         self._is_head = target.method == "HEAD"
         self._is_old = version == "1.0"
         self._is_chunked = False
+        self._is_events = False  # its answer is a stream of events whose head has gone out
         self.has_left = False  # the connection has ended
         self._on_leave: Callable[[], None] | None = None
         self._status = 0  # 0: no answer has begun; -1: its head has gone out
@@ -231,9 +236,20 @@ class Exchange:
         opening = self._opening(data, is_last) if self._status > 0 else b""
         self._connection.write(opening + self._framed(data, is_last))
         if is_last:
-            self._end()
-        elif self._connection.is_paused:
+            return self._end()
+        if self._is_events:
+            self._connection.streamed()
+        if self._connection.is_paused:
             await self._connection.drained()
+
+    @property
+    def is_streaming(self) -> bool:
+        """Whether a part of a stream of events has gone out, and not the last one."""
+        return self._is_events and not self.is_over
+
+    def comment(self) -> None:
+        """Sends a comment between two events, so that no proxy on the way takes the connection for dead."""
+        self._connection.write(self._framed(COMMENT, is_last=False))
 
     async def answer(self, error: ApiError) -> None:
         """Answers with an error object."""
@@ -245,6 +261,7 @@ class Exchange:
         has_length = False
         for name, value in self._head:
             has_length = has_length or name.lower() == b"content-length"
+            self._is_events = self._is_events or (name == b"content-type" and value.startswith(EVENTS))
             if name == REQUEST_ID and not self._request_id:
                 self._request_id = value.decode("latin-1")
         self._head = [pair for pair in self._head if pair[0] != REQUEST_ID]

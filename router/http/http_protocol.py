@@ -1,7 +1,8 @@
 """HTTP/1.1 on one connection, with a bound on everything that a client may send, withhold or leave unread.
 
     connection   above the server's maximum number it gets 503. It is closed when no head comes within
-                 HEAD_TIMEOUT_S, and after an answer when it is silent for KEEP_ALIVE_S
+                 HEAD_TIMEOUT_S, and after an answer when it is silent for the server's
+                 `keep_alive_s`
     head         at most MAX_HEAD_BYTES and MAX_HEADERS (431), complete within HEAD_TIMEOUT_S of its first
                  byte (408), with exactly one Host, which is one of the server's if these are limited (421)
     key          checked before the body is read (401)
@@ -10,7 +11,8 @@
     pipelining   a request that arrives before the end of the last answer waits, and the connection is not
                  read meanwhile. Of requests that arrived together with it, MAX_PENDING are accepted (429)
     answer       a client that reads nothing for WRITE_STALL_S is cut off. Above WRITE_HIGH unsent bytes the
-                 writer and further requests wait
+                 writer and further requests wait. A stream of events that pauses for COMMENT_S gets a comment
+                 unless its client does not read
 
 httptools (llhttp) parses; `request_head` refuses heads that it wrongly accepts. One sweep over all
 connections checks the deadlines, instead of one timer each.
@@ -46,7 +48,7 @@ from .request_ids import given_id, headers_of, minted_id
 
 HEAD_TIMEOUT_S = 10.0
 BODY_TIMEOUT_S = 10.0
-KEEP_ALIVE_S = 30.0
+COMMENT_S = 15.0  # proxies and load balancers end connections that are silent for a minute
 WRITE_STALL_S = 35.0
 LINGER_S = 1.0
 MAX_HEAD_BYTES = 16 << 10
@@ -67,6 +69,7 @@ class Host(Protocol):
     cors: Cors | None
     hosts: AllowedHosts | None
     max_body: int
+    keep_alive_s: float
     is_leaving: bool
     is_draining: bool
 
@@ -154,7 +157,7 @@ class HttpProtocol(asyncio.Protocol):
         if self._transport.is_closing():
             self._await(WRITE_STALL_S)
         elif self._exchange is not None:
-            self._await(None)
+            self._await(COMMENT_S if self._exchange.is_streaming else None)
         elif not self._is_discarding:
             self._go_on()
 
@@ -307,6 +310,11 @@ class HttpProtocol(asyncio.Protocol):
         if transport is not None and not transport.is_closing():
             transport.write(data)
 
+    def streamed(self) -> None:
+        """Handles a part of a stream of events: the next one should come within COMMENT_S."""
+        if not self.is_paused:
+            self._await(COMMENT_S)
+
     async def drained(self) -> None:
         """Waits until the client has read enough of the written bytes."""
         if not self.is_paused or self._transport is None or self._transport.is_closing():
@@ -336,7 +344,8 @@ class HttpProtocol(asyncio.Protocol):
         if self._pending:
             return self._begin(self._pending.popleft())
         self._transport.resume_reading()
-        self._await(BODY_TIMEOUT_S if self._incoming else HEAD_TIMEOUT_S if self._has_begun else KEEP_ALIVE_S)
+        idle_s = HEAD_TIMEOUT_S if self._has_begun else self._server.keep_alive_s
+        self._await(BODY_TIMEOUT_S if self._incoming else idle_s)
 
     def broken(self) -> None:
         """Handles an answer that was cut off: closes the connection, now if the client does not read."""
@@ -358,11 +367,15 @@ class HttpProtocol(asyncio.Protocol):
     # --- ends -----------------------------------------------------------------------------------------------
 
     def on_deadline(self) -> None:
-        """Handles a passed deadline: refuses the request, or closes or aborts the connection."""
+        """Handles a passed deadline: refuses the request, closes or aborts the connection, or keeps a stream
+        alive."""
         assert self._transport is not None
         self._await(None)
         if self.is_paused or self._is_discarding or self._transport.is_closing():
             self._transport.abort()
+        elif self._exchange is not None:
+            self._await(COMMENT_S)
+            self._exchange.comment()
         elif self._incoming is not None:
             self._refuse(self._worded(body_too_slow()))
         elif self._has_begun:

@@ -73,6 +73,7 @@ class HttpServer:
         *,
         max_body: int,
         max_connections: int,
+        keep_alive_s: float,
         certificate: Certificate | None = None,
         ends_oldest: bool = False,
         cors: Cors | None = None,
@@ -84,6 +85,7 @@ class HttpServer:
         self._access_log = access_log
         self.max_body = max_body  # bytes
         self.max_connections = max_connections
+        self.keep_alive_s = keep_alive_s
         self.clock = clock
         self.is_leaving = False  # answers announce that their connection closes
         self.is_draining = False  # connections close after an answer, even if it did not announce so

@@ -7,7 +7,6 @@ import select
 import termios
 import time
 
-from baton.router.http import http_protocol
 from baton.router.http.http_protocol import NEVER
 
 PATIENCE_S = 60.0
@@ -66,7 +65,7 @@ def read_to_the_end(running, connection, let_pass):
                 assert time.monotonic() < end, f"it comes to no end: {running.router._server}"
                 left = seconds_left(running, connection)
                 if left is not None and left > 0:
-                    assert left <= http_protocol.KEEP_ALIVE_S, "that is no bound"
+                    assert left <= running.router._server.keep_alive_s, "that is no bound"
                     let_pass(left)
             part = connection.recv(1 << 16)
             if not part:

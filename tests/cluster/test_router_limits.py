@@ -13,7 +13,15 @@ import pytest
 from baton.cluster.protocol.messages import DecodeTimeline, Failed, Gone, Reserve, TokenItem, Tokens
 from baton.router.http import http_protocol
 from baton.tests.cluster.http_time import seconds_left, standing_time
-from baton.tests.cluster.router_fakes import BODY, PATIENCE, assert_nothing_left, in_thread, post, until
+from baton.tests.cluster.router_fakes import (
+    BODY,
+    PATIENCE,
+    assert_nothing_left,
+    in_thread,
+    open_request,
+    post,
+    until,
+)
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
@@ -184,6 +192,34 @@ def read_all(connection):
         while part := connection.recv(65536):
             data += part
     return data
+
+
+def test_an_idle_connection_is_closed_after_the_keep_alive_time(start):
+    running, _ = start(keep_alive_s=90.0)
+    with standing_time(running) as let_pass, connect(running) as connection:
+        connection.sendall(HEAD + b"\r\n")
+        assert connection.recv(65536).startswith(b"HTTP/1.1 200")
+        left = until(lambda: seconds_left(running, connection), "the next request is awaited")
+        assert left == pytest.approx(90.0)
+        let_pass(left)
+        assert read_all(connection) == b""
+
+
+def test_a_stream_that_pauses_gets_comments_and_stays_whole(start):
+    running, script = start()
+    _, decode = running.pair(script)
+    script.holds.set()
+    with standing_time(running) as let_pass, contextlib.closing(open_request(running, stream=True)) as client:
+        response = client.getresponse()
+        (reserve,) = until(lambda: decode.of(Reserve), "it runs")
+        lines = iter(response.readline, b"")
+        assert next(line for line in lines if line.startswith(b"data: "))
+        for _ in range(2):
+            let_pass(http_protocol.COMMENT_S)
+            assert next(line for line in lines if line.startswith(b":")) == b": keep-alive\n"
+        script.stream(decode, reserve)
+        last = [line for line in lines if line.strip()][-1]
+        assert last == b"data: [DONE]\n"
 
 
 HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"

@@ -216,7 +216,7 @@ class Traffic:
         ):
             buffer += chunk
             *events, buffer = buffer.split(b"\n\n")
-            for event in events:
+            for event in [event for event in events if not event.startswith(b":")]:
                 take_event(call, event.removeprefix(b"data: "))
             if leave_at is not None and len(call.ids) >= leave_at:
                 raise asyncio.CancelledError

@@ -21,6 +21,7 @@ DAMAGED = 12  # copies of each case
 LONGEST = 4096  # bytes of a case that is damaged
 CONNECTIONS = 200
 SLACK_S = 5.0  # of two busy cores
+KEEP_ALIVE_S = 30.0  # the router's --keep-alive-s
 INNER = re.compile(
     rb"0x[0-9a-f]{4}|/(?:etc|tmp|work|root|home)/|Traceback|\.py\b|\d+\.\d+\.\d+\.\d+|:\d{4,5}\b"
 )
@@ -48,7 +49,7 @@ def bound_of(expect: str) -> float:
     return SLACK_S + (
         refused_s
         if expect in ("reject", "reject-body", "partial")
-        else http_protocol.KEEP_ALIVE_S + refused_s
+        else KEEP_ALIVE_S + refused_s
     )
 
 

@@ -44,7 +44,7 @@ from baton.tests.cluster.router_fakes import MODEL, save_tokenizer
 from baton.tests.cluster.serving import served_model, serving
 from baton.tests.judges.echo_router import saying_router
 from baton.tests.judges.foreign_page import judged_by_a_page
-from baton.tests.judges.raw_http import judged
+from baton.tests.judges.raw_http import KEEP_ALIVE_S, judged
 from baton.tests.parity.toy_models import reference_logits, reference_model, write_toy_checkpoint
 
 HERE = Path(__file__).resolve().parent
@@ -354,7 +354,8 @@ def bench_for(judge: str) -> Iterator[Bench]:
             key, _ = add(keys, {"name": "judge", "operator": True})
         # the corpus of raw requests has a Host of its own
         settings = {
-            "allowed_hosts": "*", "transport": "tcp", "kv_memory_mb": 32, "threads": 1, "max_running": 128,
+            "allowed_hosts": "*", "keep_alive_s": KEEP_ALIVE_S,
+            "transport": "tcp", "kv_memory_mb": 32, "threads": 1, "max_running": 128,
         }  # fmt: skip
         with serving(model_dir, api_keys=str(keys) if key else "", **settings) as cluster:
             yield Bench(cluster, model_dir, scratch, key)
