@@ -42,6 +42,7 @@ class Line(Struct, frozen=True, gc=False):
     at: float  # Unix seconds
     request_id: str
     key: str  # name of the API key; "": none
+    client: str  # address of the peer; "": unknown
     method: str
     path: str
     status: int
@@ -93,6 +94,7 @@ class AccessLog:
                 time.time(),
                 exchange.request_id,
                 exchange.caller.name,
+                exchange.client,
                 exchange.method,
                 path,
                 status,
@@ -102,9 +104,9 @@ class AccessLog:
             )
         )
 
-    def refused(self, status: int, method: str, path: str, request_id: str) -> None:
+    def refused(self, status: int, method: str, path: str, request_id: str, client: str) -> None:
         """Notes a request that was refused before its head or its body was complete."""
-        self._add(Line(time.time(), request_id, "", method, path, status, 0.0, None, False))
+        self._add(Line(time.time(), request_id, "", client, method, path, status, 0.0, None, False))
 
     def _add(self, line: Line) -> None:
         if len(self._waiting) >= MAX_WAITING:
@@ -158,9 +160,10 @@ class TextLines:
         work = line.work
         room = f" room={work.room[:8]}.." if work is not None else ""
         key = f" key={as_text('key', line.key)}" if line.key else ""
+        client = f" client={line.client}" if line.client else ""
         text = (
             f"{self._clock}.{milliseconds:03d} {level} {self._role} {MESSAGE}{room}"
-            f" request={as_text('request', line.request_id)}{key}"
+            f" request={as_text('request', line.request_id)}{key}{client}"
             f" method={line.method or '-'} path={as_text('path', line.path[:LONGEST_PATH])}"
             f" status={line.status} duration_ms={line.seconds * 1000:.1f}"
         )
@@ -205,6 +208,7 @@ class JsonLines:
         document |= {
             "request": line.request_id,
             "key": line.key,
+            "client": line.client,
             "method": line.method,
             "path": line.path[:LONGEST_PATH],
             "status": line.status,

@@ -52,6 +52,7 @@ class Connection(Protocol):
     """The connection under an exchange."""
 
     is_paused: bool  # the client does not read
+    client: str  # its address
     cors: Cors | None
 
     def answered(self, status: int) -> bool: ...
@@ -156,6 +157,11 @@ class Exchange:
     def take_id(self, request_id: str) -> None:
         """The id of the answer, which the access log needs although the client may leave before its head."""
         self._request_id = self._request_id or request_id
+
+    @property
+    def client(self) -> str:
+        """The address of the connection's peer: the client, or the proxy in front."""
+        return self._connection.client
 
     @property
     def is_foreign(self) -> bool:

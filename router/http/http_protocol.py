@@ -58,6 +58,11 @@ WRITE_HIGH, WRITE_LOW = 64 << 10, 16 << 10
 NEVER = float("inf")
 
 
+def client_of(peer: object) -> str:
+    """The address in what a transport tells of its peer; "" if it does not know it any more."""
+    return str(peer[0]) if isinstance(peer, tuple) and peer else ""
+
+
 class RefusedRequest(Exception):
     """Stops the parser. `HttpProtocol` keeps the reason."""
 
@@ -81,7 +86,7 @@ class Host(Protocol):
     def begin(self, exchange: Exchange) -> None: ...
     def answered(self, status: int) -> None: ...
     def served(self, exchange: Exchange) -> None: ...
-    def refused(self, status: int, method: str, path: str, request_id: str) -> None: ...
+    def refused(self, status: int, method: str, path: str, request_id: str, client: str) -> None: ...
     def clock(self) -> float: ...
 
 
@@ -93,6 +98,7 @@ class HttpProtocol(asyncio.Protocol):
         self.cors = server.cors
         self._parser = httptools.HttpRequestParser(self)
         self._transport: asyncio.Transport | None = None
+        self.client = ""  # the address of the peer
         self.deadline = NEVER  # monotonic seconds by which the awaited event must come
         self._fault: ApiError | None = None  # the reason why reading has stopped
         self._is_discarding = False  # an error was sent, and further input is discarded
@@ -127,6 +133,7 @@ class HttpProtocol(asyncio.Protocol):
         # uvloop's are not of asyncio's class
         self._transport = transport = cast(asyncio.Transport, transport)
         transport.set_write_buffer_limits(WRITE_HIGH, WRITE_LOW)
+        self.client = client_of(transport.get_extra_info("peername"))
         self._await(HEAD_TIMEOUT_S)
         if not self._server.joined(self):
             self._refuse(too_many_connections())
@@ -409,7 +416,7 @@ class HttpProtocol(asyncio.Protocol):
         request_id = given_id(fields) or minted_id()
         path = raw_path.decode("latin-1")
         method = self._parser.get_method().decode("ascii") if raw_path else ""
-        self._server.refused(error.status, method, path, request_id)
+        self._server.refused(error.status, method, path, request_id, self.client)
         named = [(name, request_id.encode("ascii")) for name in headers_of(path)]
         return named + (self.cors.headers(raw_path, fields) if self.cors is not None else [])
 

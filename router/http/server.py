@@ -226,9 +226,9 @@ class HttpServer:
         if self._access_log is not None:
             self._access_log.served(exchange, self.clock())
 
-    def refused(self, status: int, method: str, path: str, request_id: str) -> None:
+    def refused(self, status: int, method: str, path: str, request_id: str, client: str) -> None:
         if self._access_log is not None:
-            self._access_log.refused(status, method, path, request_id)
+            self._access_log.refused(status, method, path, request_id, client)
 
     def deadline_in(self, seconds: float) -> float:
         """Schedules a deadline check of a connection; the deadline in monotonic seconds."""

@@ -264,6 +264,7 @@ def test_each_request_has_one_line_with_its_cost(start, lines, tmp_path):
     assert first["tpot_ms"] >= 0
     assert (second["request"], second["output_tokens"]) == ("mine", first["output_tokens"])
     assert (third["status"], third["key"]) == (401, "")
+    assert {line["client"] for line in lines()} == {"127.0.0.1"}
     assert (fourth["path"], fourth["status"], "room" in fourth) == ("/v1/models", 200, False)
     assert key not in json.dumps(lines())
 
@@ -281,7 +282,7 @@ def test_clients_that_leave_and_answers_that_are_repeated_have_lines(start, line
         assert httpx.post(f"{running.url}{CHAT}", json=BODY, headers=again).status_code == 200
     until(lambda: len(lines()) == 3, "they are written")
     left, made, repeated = lines()
-    assert (left["status"], left["outcome"]) == (499, "cancelled")
+    assert (left["status"], left["outcome"], left["client"]) == (499, "cancelled", "127.0.0.1")
     assert left["request"] == decode.of(Reserve)[0].request_id
     assert httpx.get(f"{running.url}/requests/{left['request']}").status_code == 200
     assert (made["outcome"], repeated["outcome"]) == ("ok", "replayed")

@@ -18,8 +18,8 @@ WORK = Work(
 def exchange(path="/v1/models", status=200, method="GET", work=None, key="", request_id="req_1"):
     caller = SimpleNamespace(name=key)
     return SimpleNamespace(
-        path=path, status=status, method=method, caller=caller, request_id=request_id, began=10.0,
-        work=None if work is None else lambda: work,
+        path=path, status=status, method=method, caller=caller, client="10.0.0.7",
+        request_id=request_id, began=10.0, work=None if work is None else lambda: work,
     )  # fmt: skip
 
 
@@ -38,8 +38,9 @@ def test_a_line_of_words_names_who_asked_what_and_what_it_cost():
     clock, level, role, message, *words = line.split()
     assert (len(clock), level, role, message) == (12, "INFO", "router", "request")
     assert words == [
-        "room=abababab..", "request=req_1", "key=alice", "method=POST", "path=/v1/completions", "status=200",
-        "duration_ms=300.0", "outcome=ok", "prompt_tokens=31", "cached_tokens=16", "output_tokens=40",
+        "room=abababab..", "request=req_1", "key=alice", "client=10.0.0.7", "method=POST",
+        "path=/v1/completions", "status=200", "duration_ms=300.0", "outcome=ok",
+        "prompt_tokens=31", "cached_tokens=16", "output_tokens=40",
         "ttft_ms=41.2", "tpot_ms=6.1", "accept_length=2.40", "prefill=1f1f1f1f", "decode=2e2e2e2e",
     ]  # fmt: skip
 
@@ -50,8 +51,9 @@ def test_a_json_line_has_the_same_and_is_one_object():
     assert document.pop("time").endswith("Z")
     assert document == {
         "level": "info", "role": "router", "instance": "", "logger": "baton.router.access",
-        "message": "request", "room": "ab" * 16, "request": "req_1", "key": "alice", "method": "GET",
-        "path": "/v1/completions", "status": 200, "duration_ms": 300.0, "outcome": "ok", "prompt_tokens": 31,
+        "message": "request", "room": "ab" * 16, "request": "req_1", "key": "alice", "client": "10.0.0.7",
+        "method": "GET", "path": "/v1/completions", "status": 200, "duration_ms": 300.0,
+        "outcome": "ok", "prompt_tokens": 31,
         "cached_tokens": 16, "output_tokens": 40, "ttft_ms": 41.2, "tpot_ms": 6.1, "accept_length": 2.4,
         "prefill": "1f" * 16, "decode": "2e" * 16,
     }  # fmt: skip
@@ -87,9 +89,9 @@ def test_a_client_that_left_before_the_answer_has_status_499():
 def test_a_refusal_in_the_head_has_a_line_without_a_caller():
     written = []
     log = AccessLog("text", write=written.append)
-    log.refused(431, "", "", "req_9")
+    log.refused(431, "", "", "req_9", "::1")
     log._flush()
-    assert b"request=req_9 method=- path=" in written[0]
+    assert b"request=req_9 client=::1 method=- path=" in written[0]
     assert b"status=431" in written[0]
 
 

@@ -34,6 +34,9 @@ class Transport:
     def is_closing(self):
         return False
 
+    def get_extra_info(self, name):
+        return None
+
     def set_write_buffer_limits(self, high, low):
         pass
 
