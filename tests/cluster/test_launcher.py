@@ -468,6 +468,27 @@ def test_up_with_a_child_that_cannot_start_exits_with_1_and_that_line(runtime):
     assert list(runtime.iterdir()) == []
 
 
+LATE_CANNOT = """
+    import os, sys, time
+    while not os.path.exists("fail"): time.sleep(0.05)
+    sys.stderr.write("baton prefill: no memory for the KV pool; choose another --kv-memory-mb\\n")
+    sys.exit(1)
+"""
+
+
+def test_up_ends_with_the_reason_of_a_prefill_worker_that_fails_late(runtime):
+    """Decode alone serves by then, which is no reason to go on without the worker that was ordered."""
+    with start_main(runtime, router=LATE_PREFILL, prefill=LATE_CANNOT) as process:
+        assert process.stdout.readline().startswith("serving  http://127.0.0.1:")
+        (next(runtime.iterdir()) / "fail").touch()
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert out == "", "it was never ready"
+    reason = "baton up: prefill-0: no memory for the KV pool; choose another --kv-memory-mb"
+    assert err.splitlines()[-1] == reason
+    assert list(runtime.iterdir()) == []
+
+
 def test_up_without_a_model_is_one_line_and_exit_code_2():
     done = subprocess.run(
         [sys.executable, "-m", "baton", "up", "--port", "0"],
