@@ -154,15 +154,10 @@ class CommonBody(ConstrainedBody, kw_only=True, forbid_unknown_fields=True):
     return_routed_experts: bool | None = None
     routed_experts_start_len: NotNegative | None = None
     spaces_between_special_tokens: Unread = msgspec.UNSET
-    request_id: Unread = msgspec.UNSET
-    rid: Unread = msgspec.UNSET
     session_id: Unread = msgspec.UNSET
-    data_parallel_rank: Unread = msgspec.UNSET
     separate_reasoning: Unread = msgspec.UNSET
     stream_reasoning: Unread = msgspec.UNSET
     include_reasoning: Unread = msgspec.UNSET
-    mm_processor_kwargs: Unread = msgspec.UNSET
-    vllm_xargs: Unread = msgspec.UNSET
     custom_params: Unread = msgspec.UNSET
     nvext: Unread = msgspec.UNSET
     use_beam_search: Unread = msgspec.UNSET

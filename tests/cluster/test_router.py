@@ -356,7 +356,7 @@ BAD_CHAT = [
     ({"max_tokens": 0}, "max_tokens"),
     ({"max_tokens": 100000}, "messages"),
     ({"max_tokens": 4, "max_completion_tokens": 5}, "max_tokens"),
-    ({"stop": ["a", "b", "c", "d", "e"]}, "stop"),
+    ({"stop": ["a"] * 65}, "stop"),
     ({"stop": ""}, "stop"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"top_logprobs": 2}, "top_logprobs"),
